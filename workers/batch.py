@@ -1,0 +1,55 @@
+"""One step, as the scheduler decides it and the runner executes it: plain lists, no tensors.
+
+Tensors are made from it in one place, `model_runner.py`, so that host-to-device copies live in one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from tandem.workers.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Sample the token that follows an item's last token.
+
+    `position` is the index that the new token will have in its sequence (prompt included): the random number is a
+    function of (params.seed, choice, position). Penalties read `token_ids`, of which `num_prompt_tokens` are prompt.
+    """
+
+    params: SamplingParams
+    choice: int
+    position: int
+    token_ids: SequenceOf[int]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One sequence's part of a step: compute `token_ids`, whose first has position `start`.
+
+    `block_ids` are the sequence's blocks from position 0, enough for `start + len(token_ids)` tokens; the KV of all
+    tokens before `start` is already in them. `sample` is None for a prefill chunk that is not the last.
+    """
+
+    token_ids: SequenceOf[int]
+    start: int
+    block_ids: SequenceOf[int]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    items: tuple[BatchItem, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None

@@ -1,0 +1,65 @@
+"""Configuration of one worker: frozen, validated once, torch-free. "auto" is resolved before it comes here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tandem.workers.errors import UserError
+from tandem.workers.types import Role
+
+TransferName = Literal["nixl", "nccl", "local"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that one worker needs to know. Sizes in tokens, blocks or bytes as named; times in seconds.
+
+    Raises `UserError` naming the field when a value cannot work.
+    """
+
+    model_path: Path
+    """A folder in Hugging Face format (GGUF files are converted to one before a worker starts)."""
+    model_name: str
+    role: Role
+    worker_id: str
+    epoch: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 lets the system choose."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    block_size: int = 32
+    max_model_len: int = 8192
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    """Most tokens that one step computes; prefill chunks are cut to it, in multiples of the block."""
+    kv_cache_memory_bytes: int = 1 << 30
+    transfer: TransferName = "nixl"
+    num_threads: int = 1
+    seed: int = 0
+    cluster_key: bytes = b""
+    """Authenticates connections and keys the block hashes. Must be the same on every worker and gateway."""
+    lease_s: float = 30.0
+    lease_renew_s: float = 5.0
+    pull_timeout_s: float = 10.0
+    local_prefill_tokens: int = 64
+    """A decode worker prefills itself when at most this many prompt tokens are missing."""
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, field: str, rule: str) -> None:
+            if not ok:
+                raise UserError(f"{field} {rule}, but is {getattr(self, field)!r}")
+
+        size = self.block_size
+        require(size >= 2 and size & (size - 1) == 0, "block_size", "must be a power of two greater than 1")
+        require(self.max_model_len >= 1, "max_model_len", "must be at least 1")
+        require(self.max_num_seqs >= 1, "max_num_seqs", "must be at least 1")
+        require(
+            self.max_num_batched_tokens >= size and self.max_num_batched_tokens % size == 0,
+            "max_num_batched_tokens",
+            f"must be a positive multiple of block_size ({size})",
+        )
+        require(self.num_threads >= 1, "num_threads", "must be at least 1")
+        require(self.kv_cache_memory_bytes > 0, "kv_cache_memory_bytes", "must be positive")

@@ -1,0 +1,219 @@
+"""The wire: what gateways, decode workers and prefill workers say to each other, one MessagePack frame per message.
+
+A frame is a 4-byte big-endian length and a MessagePack body, at most `MAX_FRAME_BYTES`. Every message is a tagged
+record; a frame of unknown type, with an unknown field or of a wrong type ends the connection (`ProtocolError`).
+
+Opening a connection (mutual proof of the cluster key, nothing secret crosses the wire):
+
+    server -> Challenge(nonce)
+    client -> Hello(protocol_version, peer, nonce, proof = HMAC(key, "client" + server nonce + client nonce))
+    server -> Welcome(protocol_version, address, proof = HMAC(key, "server" + client nonce + server nonce))
+
+Then, on a gateway's connection to a worker that decodes (decode or aggregated):
+
+    gateway -> Submit, Cancel, UsePrefill, Pair, Ping
+    worker  -> Started, Tokens, Failed, NeedPrefill, Paired, Pong
+
+and on a decode worker's connection to a prefill worker (one connection carries many requests):
+
+    decode  -> Describe, Prefill, Renew, Confirm, Cancel
+    prefill -> Description, TicketPart, Confirmed, Failed
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.workers.types import (
+    KVTicket,
+    ModelIdentity,
+    PrefillPath,
+    Record,
+    Request,
+    SamplingParams,
+    TokenChunk,
+    WorkerAddress,
+    WorkerSnapshot,
+)
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+
+
+class Message(Record, tag=True, frozen=True, kw_only=True):
+    """Base of all messages; the class name is the tag."""
+
+
+# Opening
+
+
+class Challenge(Message, frozen=True, kw_only=True):
+    nonce: bytes
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    protocol_version: int
+    peer: str
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    protocol_version: int
+    address: WorkerAddress
+    proof: bytes
+
+
+# Gateway -> worker
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """Take this request and own it to its end. `prefill` is None when the router wants it prefilled locally."""
+
+    request: Request
+    prefill: WorkerAddress | None = None
+    timeout_s: float | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """Forget this request: free its blocks here and, from a decode worker, on the prefill worker. Never answered."""
+
+    request_id: str
+
+
+class UsePrefill(Message, frozen=True, kw_only=True):
+    """Answer to `NeedPrefill`. None: nobody is left, prefill locally."""
+
+    request_id: str
+    prefill: WorkerAddress | None
+
+
+class Pair(Message, frozen=True, kw_only=True):
+    """Connect to these prefill workers, compare identities, measure the path: now, so that no request waits for it."""
+
+    prefill: tuple[WorkerAddress, ...]
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    pass
+
+
+# Worker -> gateway
+
+
+class Started(Message, frozen=True, kw_only=True):
+    """Sent once, before the first token of a request. Says which way its prompt was read."""
+
+    request_id: str
+    path: PrefillPath
+    prefill_worker: str
+    decode_worker: str
+    cached_tokens: int
+    queue_s: float
+    handover_s: float | None = None
+    """From the end of prefill to the sequence joining the batch; None when it was prefilled locally."""
+
+
+class Tokens(Message, frozen=True, kw_only=True):
+    """Everything that one step gave to this connection's requests."""
+
+    chunks: tuple[TokenChunk, ...]
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The one terminal message of a request that could not be served here. `retryable`: another worker may do."""
+
+    request_id: str
+    message: str
+    retryable: bool
+    param: str | None = None
+    code: str = "internal_error"
+
+
+class NeedPrefill(Message, frozen=True, kw_only=True):
+    """The prefill worker of this request is lost; who else?"""
+
+    request_id: str
+    failed_worker: str
+    reason: str
+
+
+class Paired(Message, frozen=True, kw_only=True):
+    """Result of pairing with one prefill worker. `error` names the differing field and both values."""
+
+    prefill_worker: str
+    error: str | None = None
+    transport: str | None = None
+    gigabytes_per_s: float | None = None
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    snapshot: WorkerSnapshot
+
+
+# Decode -> prefill
+
+
+class Describe(Message, frozen=True, kw_only=True):
+    """Who are you, and how do I read your pool? The asker's own description comes along for two-sided transports."""
+
+    identity: ModelIdentity
+    transfer: bytes
+
+
+class Prefill(Message, frozen=True, kw_only=True):
+    """Compute the KV of these tokens and the token after them. `num_prompt_tokens` of them are the prompt, the rest was
+    generated before (a continued request); penalties and the random counter depend on the difference."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    choice: int
+    salt: str
+
+
+class Renew(Message, frozen=True, kw_only=True):
+    """Extend the leases of these requests by their full length from now."""
+
+    request_ids: tuple[str, ...]
+
+
+class Confirm(Message, frozen=True, kw_only=True):
+    """Everything is pulled. Did the lease hold throughout? Ends the lease either way."""
+
+    request_id: str
+
+
+# Prefill -> decode
+
+
+class Description(Message, frozen=True, kw_only=True):
+    identity: ModelIdentity
+    transfer: bytes
+    """Opaque to all but the transfer backend of the same name."""
+    transfer_name: str
+    probe_block: int
+    probe_num_blocks: int
+    """Blocks that hold the known pattern of `transfer.base.probe_pattern`, for the first measured pull."""
+
+
+class TicketPart(Message, frozen=True, kw_only=True):
+    ticket: KVTicket
+
+
+class Confirmed(Message, frozen=True, kw_only=True):
+    request_id: str
+    held: bool
+
+
+AnyMessage = (
+    Challenge | Hello | Welcome
+    | Submit | Cancel | UsePrefill | Pair | Ping
+    | Started | Tokens | Failed | NeedPrefill | Paired | Pong
+    | Describe | Prefill | Renew | Confirm
+    | Description | TicketPart | Confirmed
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

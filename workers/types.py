@@ -1,0 +1,164 @@
+"""The words that cross a process border, as frozen records. No torch here: the router imports this file.
+
+Everything is a `msgspec.Struct`: it is validated on arrival and is its own MessagePack form.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode", "aggregated"]
+FinishReason = Literal["stop", "length"]
+PrefillPath = Literal["remote", "local"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every record: immutable, named fields, unknown fields refused."""
+
+
+class SamplingParams(Record, frozen=True, kw_only=True):
+    """How the next token is chosen, and when to stop. Already validated by the gateway; the worker checks ranges again.
+
+    `seed` is always set (the gateway draws one when the client gives none), so that a request continued on another
+    worker goes on as if nothing had happened: the random number of a token depends on (seed, choice, position) alone.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    num_logprobs: int | None = None
+    """None: no logprobs. 0: that of the chosen token. k: also the k most likely ones."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends the choice with finish_reason "stop"; the token itself is part of the output. The gateway puts the model's
+    end-of-sequence ids here unless the client asked to ignore them."""
+
+
+class Choice(Record, frozen=True, kw_only=True):
+    """One of the `n` answers of a request, with the tokens that the client already has (empty on a fresh request)."""
+
+    index: int
+    emitted_token_ids: tuple[int, ...] = ()
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """The user's view of one generation: a prompt, and the choices that are still to be finished."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    choices: tuple[Choice, ...] = (Choice(index=0),)
+    salt: str = ""
+    """Tenant salt: requests with different salts never share a block."""
+
+
+class TokenLogprobs(Record, array_like=True, frozen=True, kw_only=True):
+    """Natural-log probabilities of one generated token and of its most likely alternatives, most likely first."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class TokenChunk(Record, array_like=True, frozen=True, kw_only=True):
+    """What one step gave one choice of a request. `logprobs`, if asked for, has one entry per token of `token_ids`."""
+
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class ModelIdentity(Record, frozen=True, kw_only=True):
+    """What two workers must have in common before KV may travel between them. Compared field by field at pairing."""
+
+    protocol_version: int
+    model: str
+    revision: str
+    """Digest of the weights' files (names, sizes, and the header or content digest), hex."""
+    dtype: str
+    layout_version: int
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+
+
+class WorkerAddress(Record, frozen=True, kw_only=True):
+    """Where one incarnation of a worker listens. A restarted worker has the same id and a higher epoch."""
+
+    worker_id: str
+    epoch: int
+    role: Role
+    host: str
+    port: int
+
+
+class BlockCounts(Record, frozen=True, kw_only=True):
+    """Blocks of one pool by state. One owner per block: the states always add up to `total`."""
+
+    total: int
+    free: int
+    cached: int
+    used: int
+    incoming: int
+    quarantined: int
+
+    def is_consistent(self) -> bool:
+        return self.free + self.cached + self.used + self.incoming + self.quarantined == self.total
+
+
+class WorkerSnapshot(Record, frozen=True, kw_only=True):
+    """What a worker says of itself once a second, and what the router's policy decides on."""
+
+    worker_id: str
+    epoch: int
+    role: Role
+    pid: int
+    blocks: BlockCounts
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    """Prompt tokens that are admitted or queued and not yet computed."""
+    max_model_len: int
+    counters: dict[str, float] = {}
+    """Monotonic counters for /metrics, keyed `name` or `name{label="value"}` (see workers/metrics.py)."""
+    histograms: dict[str, tuple[float, ...]] = {}
+    """Observations since the previous snapshot, seconds (step_seconds, queue_seconds, handover_seconds, ...)."""
+
+
+class TicketBlock(Record, array_like=True, frozen=True, kw_only=True):
+    """One block of KV on the prefill worker: `index` counts blocks from the start of the prompt."""
+
+    index: int
+    block_id: int
+    generation: int
+    digest: bytes
+    """xxh3-128 of the block's bytes, 16 bytes."""
+
+
+class KVTicket(Record, frozen=True, kw_only=True):
+    """A part of the prefill worker's promise: these blocks hold this request's KV until the lease ends.
+
+    Parts are numbered from 0; they may arrive twice or out of order, and the decode worker sorts it out. The part that
+    is `last` carries the first generated token.
+    """
+
+    request_id: str
+    worker_id: str
+    epoch: int
+    part: int
+    blocks: tuple[TicketBlock, ...]
+    lease_s: float
+    cached_tokens: int
+    """Prompt tokens whose KV the prefill worker did not have to compute."""
+    last: bool = False
+    first_token: TokenChunk | None = None
