@@ -1,0 +1,33 @@
+"""The weights of one model as the runtime wants them: stacked per GEMM, in the serving dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Projections are [out_features, in_features], as in the checkpoint; a bias that it lacks is None."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]: q rows, then k rows, then v rows
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [head_dim], Qwen3
+    k_norm: Tensor | None  # [head_dim], Qwen3
+    output: Tensor  # [hidden, num_heads * head_dim]
+    output_bias: Tensor | None
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]: gate rows, then up rows
+    gate_up_bias: Tensor | None
+    down: Tensor  # [hidden, intermediate]
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
