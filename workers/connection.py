@@ -16,7 +16,7 @@ import msgspec
 from tandem.workers import protocol
 from tandem.workers.errors import AuthenticationError, ProtocolError, WorkerUnavailable
 from tandem.workers.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, Challenge, Hello, Message, Welcome
-from tandem.workers.types import WorkerAddress
+from tandem.workers.types import ModelIdentity, WorkerAddress
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNSENT_BYTES = 64 << 20
@@ -31,6 +31,8 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self.identity: ModelIdentity | None = None
+        """The model that the server at the other end serves; None on the server's own end."""
         connected = writer.get_extra_info("socket")
         if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,6 +105,7 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             connection = Connection(*await asyncio.open_connection(address.host, address.port))
             welcome = await _introduce(connection, key, peer)
+            connection.identity = welcome.identity
         if (welcome.address.worker_id, welcome.address.epoch) != (address.worker_id, address.epoch):
             raise WorkerUnavailable(f"worker {address.worker_id} epoch {address.epoch} is no longer at its address")
     except (OSError, TimeoutError) as error:
@@ -129,7 +132,7 @@ async def _introduce(connection: Connection, key: bytes, peer: str) -> Welcome:
     return welcome
 
 
-async def accept(connection: Connection, address: WorkerAddress, *, key: bytes) -> str:
+async def accept(connection: Connection, address: WorkerAddress, identity: ModelIdentity, *, key: bytes) -> str:
     """The server's half of the handshake; returns the peer's name. Raises `ProtocolError` or `WorkerUnavailable`."""
     nonce = secrets.token_bytes(16)
     try:
@@ -144,6 +147,7 @@ async def accept(connection: Connection, address: WorkerAddress, *, key: bytes) 
         Welcome(
             protocol_version=PROTOCOL_VERSION,
             address=address,
+            identity=identity,
             proof=_proof(key, b"server", hello.nonce, nonce),
         )
     )

@@ -7,12 +7,17 @@ Opening a connection (mutual proof of the cluster key, nothing secret crosses th
 
     server -> Challenge(nonce)
     client -> Hello(protocol_version, peer, nonce, proof = HMAC(key, "client" + server nonce + client nonce))
-    server -> Welcome(protocol_version, address, proof = HMAC(key, "server" + client nonce + server nonce))
+    server -> Welcome(protocol_version, address, identity, proof = HMAC(key, "server" + client nonce + server nonce))
 
 Then, on a gateway's connection to a worker that decodes (decode or aggregated):
 
     gateway -> Submit, Cancel, UsePrefill, Pair, Ping
     worker  -> Started, Tokens, Failed, NeedPrefill, Paired, Pong
+
+on a gateway's connection to a prefill worker:
+
+    gateway -> Ping
+    worker  -> Pong
 
 and on a decode worker's connection to a prefill worker (one connection carries many requests):
 
@@ -61,6 +66,7 @@ class Hello(Message, frozen=True, kw_only=True):
 class Welcome(Message, frozen=True, kw_only=True):
     protocol_version: int
     address: WorkerAddress
+    identity: ModelIdentity
     proof: bytes
 
 
