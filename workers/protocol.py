@@ -11,7 +11,7 @@ Opening a connection (mutual proof of the cluster key, nothing secret crosses th
 
 Then, on a gateway's connection to a worker that decodes (decode or aggregated):
 
-    gateway -> Submit, Cancel, UsePrefill, Pair, Ping
+    gateway -> Submit, Cancel, FinishChoice, UsePrefill, Pair, Ping
     worker  -> Started, Tokens, Failed, NeedPrefill, Paired, Pong
 
 on a gateway's connection to a prefill worker:
@@ -85,6 +85,15 @@ class Cancel(Message, frozen=True, kw_only=True):
     """Forget this request: free its blocks here and, from a decode worker, on the prefill worker. Never answered."""
 
     request_id: str
+
+
+class FinishChoice(Message, frozen=True, kw_only=True):
+    """The gateway has all it wants of this choice (a stop string was completed): generate no more of it, the others go
+    on. Never answered; chunks of the choice that are already on their way are dropped by the gateway. The request ends
+    when its last choice does. A worker that does not know the request or the choice any more ignores it."""
+
+    request_id: str
+    choice: int
 
 
 class UsePrefill(Message, frozen=True, kw_only=True):
@@ -215,7 +224,7 @@ class Confirmed(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Challenge | Hello | Welcome
-    | Submit | Cancel | UsePrefill | Pair | Ping
+    | Submit | Cancel | FinishChoice | UsePrefill | Pair | Ping
     | Started | Tokens | Failed | NeedPrefill | Paired | Pong
     | Describe | Prefill | Renew | Confirm
     | Description | TicketPart | Confirmed
