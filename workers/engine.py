@@ -1,0 +1,397 @@
+"""One worker's engine: requests in, step outputs out. Accounting runs on one thread; only the runner runs elsewhere.
+
+    step:  schedule() ─> Step ─> runner.execute(step.batch) ─> results ─> apply() ─> [StepOutput, ...]
+
+`step()` does it in place (offline use, tests); `run()` drives it for a server: between `schedule` and `apply` the event
+loop is free, and every public method may be called: blocks of the step in flight stay where they are until `apply`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
+from tandem.workers.block_key import root_key
+from tandem.workers.block_pool import BlockPool
+from tandem.workers.config import WorkerConfig
+from tandem.workers.errors import RequestError
+from tandem.workers.prefix_cache import CacheEvent, PrefixCache
+from tandem.workers.scheduler import Chunk, Scheduler
+from tandem.workers.sequence import Sequence, Status
+from tandem.workers.types import BlockCounts, FinishReason, ModelIdentity, Request
+from tandem.workers.validation import validate_request
+
+logger = logging.getLogger(__name__)
+
+STEP_FAILED = "the step that computed this request failed"
+
+
+class Runner(Protocol):
+    """Executes one step. Called from one thread at a time, which is not the event loop's."""
+
+    def execute(self, batch: Batch) -> SequenceOf[SampledToken | None]:
+        """One entry per item, in order: the sampled token, or None where `item.sample` is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`batch` is for the runner; `chunks` says, item by item, whose it is. Lists in the batch are the sequences' own:
+    they do not change while the step is in flight."""
+
+    batch: Batch
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step did for one sequence. `error`: the step failed and the sequence has ended; say no more to anyone.
+
+    `num_computed` tokens of the sequence have KV in `sequence.block_ids`. `token` is None after a chunk that is not the
+    last. After a token with neither finish_reason nor error, the sequence goes on (or is HELD, if it has `hold`).
+    """
+
+    sequence: Sequence
+    num_computed: int
+    token: SampledToken | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step, for metrics. `schedule_s + execute_s + apply_s` is all of it, without the wait for the event loop."""
+
+    num_sequences: int
+    num_tokens: int
+    schedule_s: float
+    execute_s: float
+    apply_s: float
+
+
+class Engine:
+    """See the module. Callbacks are optional attributes, called on the accounting thread, and must not raise:
+
+    `on_outputs(list)`   every `StepOutput` of a step of `run()`, at once
+    `on_incoming(seq)`   a sequence became INCOMING; end it with exactly one of `handover_finished`,
+                         `handover_abandoned`, or, once cancelled, `release_incoming`
+    `on_step(times)`     after each step
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: WorkerConfig,
+        num_blocks: int,
+        identity: ModelIdentity,
+        on_cache_event: CacheEvent | None = None,
+        *,
+        vocab_size: int = 1 << 32,
+    ) -> None:
+        self.runner = runner
+        self.config = config
+        self.identity = identity
+        self.vocab_size = vocab_size
+        self.cache = PrefixCache(config.block_size, on_cache_event)
+        self.pool = BlockPool(num_blocks, self.cache)
+        self.scheduler = Scheduler(config, self.pool, self.cache)
+        self.on_outputs: Callable[[list[StepOutput]], None] | None = None
+        self.on_incoming: Callable[[Sequence], None] | None = None
+        self.on_step: Callable[[StepTimes], None] | None = None
+        self._requests: dict[str, dict[int, Sequence]] = {}
+        """Unfinished (HELD included) sequences by request id and choice."""
+        self._arrivals = itertools.count()
+        self._wake = asyncio.Event()
+        self._is_closed = False
+        self._schedule_s = 0.0
+
+    # Requests
+
+    def validate(self, request: Request, *, hold: bool = False) -> None:
+        """Raises `RequestError` for a request that this worker could never finish."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        validate_request(
+            request,
+            max_model_len=self.config.max_model_len,
+            capacity=self.pool.num_blocks * self.config.block_size,
+            vocab_size=self.vocab_size,
+            hold=hold,
+        )
+
+    def add(self, request: Request, *, wants_remote: bool = False, hold: bool = False) -> list[Sequence]:
+        """Queue all choices of a request and return their sequences, lowest choice first. Validates.
+
+        The lowest choice is the leader; its siblings follow when the prompt is in the cache. `wants_remote`: somebody
+        else may compute the KV (decode worker). `hold`: compute the prompt and one token, then keep the blocks until
+        `release` (prefill worker).
+        """
+        self.validate(request, hold=hold)
+        root = root_key(self.config.cluster_key, self.identity, request.salt)
+        now = time.monotonic()
+        sequences = [
+            Sequence(
+                request_id=request.request_id,
+                choice=choice.index,
+                token_ids=[*request.prompt_token_ids, *choice.emitted_token_ids],
+                num_prompt_tokens=len(request.prompt_token_ids),
+                params=request.sampling,
+                root=root,
+                order=next(self._arrivals),
+                wants_remote=wants_remote,
+                hold=hold,
+                status=Status.BLOCKED,
+                queued_at=now,
+            )
+            for choice in sorted(request.choices, key=lambda choice: choice.index)
+        ]
+        leader, *leader.siblings = sequences
+        leader.status = Status.WAITING
+        self._requests[request.request_id] = {sequence.choice: sequence for sequence in sequences}
+        self.scheduler.add(leader)
+        self.wake()
+        return sequences
+
+    def cancel(self, request_id: str) -> list[Sequence]:
+        """Forget all choices of a request, in whatever state; unknown ids are fine. No output follows.
+
+        Blocks go back at once, except those of the step in flight (at its end) and those of INCOMING sequences. These
+        sequences are returned: a pull may still write into them, so the caller must call `release_incoming` for each.
+        """
+        return [s for s in list(self._requests.get(request_id, {}).values()) if self.cancel_sequence(s)]
+
+    def cancel_sequence(self, sequence: Sequence) -> bool:
+        """`cancel` for one choice. True: it was INCOMING, and the caller owes a `release_incoming`."""
+        if sequence.is_finished:
+            return False
+        was_incoming = sequence.status is Status.INCOMING
+        self._finish(sequence)
+        self.wake()
+        return was_incoming
+
+    def release(self, sequence: Sequence) -> None:
+        """A HELD sequence was handed over, or its lease has ended: its blocks become cached. Otherwise no effect."""
+        if sequence.status is Status.HELD:
+            self._finish(sequence)
+            self.wake()
+
+    # Handover: the decode worker's side. All of them also take a cancelled sequence, whose blocks they then free.
+
+    def handover_finished(self, sequence: Sequence, first_token: SampledToken) -> StepOutput | None:
+        """All tokens of an INCOMING sequence have KV, and this is the token that follows. It counts as sampled here
+        (stop checks, output); the sequence joins the next step. None: it was cancelled meanwhile."""
+        if self.release_incoming(sequence):
+            return None
+        assert sequence.status is Status.INCOMING, sequence.status
+        sequence.joined_at = time.monotonic()
+        self.scheduler.arrived(sequence, len(sequence.token_ids))
+        self.wake()
+        return self._output(sequence, first_token)
+
+    def handover_abandoned(self, sequence: Sequence, num_valid_tokens: int) -> None:
+        """No more KV will come, and nobody writes into its blocks any more. The first `num_valid_tokens` have checked
+        KV; the full blocks of these are kept, the rest is computed here."""
+        if self.release_incoming(sequence):
+            return
+        assert sequence.status is Status.INCOMING, sequence.status
+        num_valid_tokens = min(num_valid_tokens, len(sequence.token_ids) - 1)
+        sequence.joined_at = time.monotonic()
+        self.scheduler.arrived(sequence, num_valid_tokens - num_valid_tokens % self.config.block_size)
+        self.wake()
+
+    def quarantine(self, sequence: Sequence, block_ids: list[int]) -> bool:
+        """Somebody may still write into these blocks of an INCOMING sequence: set them aside until `end_quarantine`.
+
+        `block_ids` must be all its blocks that may still be written (settle other pulls first): the rest may be freed.
+        True: fresh blocks took their places in `sequence.block_ids`, and the handover goes on (try again, or abandon).
+        False: there were none; the sequence went back to the queue, computes everything here, and this handover is
+        over. A cancelled sequence just loses the blocks (True); it still needs `release_incoming`.
+        """
+        is_handover_alive = self.scheduler.quarantine(sequence, block_ids)
+        self.wake()
+        return is_handover_alive
+
+    def end_quarantine(self, block_ids: list[int]) -> None:
+        """Nobody writes into these quarantined blocks any more."""
+        self.pool.end_quarantine(block_ids)
+        self.wake()
+
+    def release_incoming(self, sequence: Sequence) -> bool:
+        """Free the blocks of a sequence that was INCOMING when it was cancelled. No pull may write into them any more.
+
+        False: nothing to do (it is not cancelled, or this was done before).
+        """
+        if not sequence.is_finished or sequence.order not in self.scheduler.incoming:
+            return False
+        self.scheduler.end_incoming(sequence)
+        self.wake()
+        return True
+
+    # The step
+
+    def step(self) -> list[StepOutput]:
+        """One whole step in this thread. An empty list: nothing could be computed, or nothing came of it."""
+        step = self.schedule()
+        if step is None:
+            return []
+        results, execute_s = self._execute(step)
+        return self.apply(step, results, execute_s)
+
+    def schedule(self) -> Step | None:
+        """Decide the next step. None: nothing to compute now. `apply` must follow before the next `schedule`."""
+        started = time.monotonic()
+        incoming: list[Sequence] = []
+        chunks = self.scheduler.schedule(incoming.append)
+        for sequence in itertools.chain(incoming, (chunk.sequence for chunk in chunks)):
+            if sequence.admitted_at is None:
+                sequence.admitted_at = started
+                sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        step = Step(Batch(tuple(map(_item, chunks))), tuple(chunks)) if chunks else None
+        self._schedule_s = time.monotonic() - started
+        if self.on_incoming is not None:  # last: from here on it may call back, even at once
+            for sequence in incoming:
+                self.on_incoming(sequence)
+        return step
+
+    def apply(
+        self, step: Step, results: SequenceOf[SampledToken | None] | None, execute_s: float = 0.0
+    ) -> list[StepOutput]:
+        """Account for an executed step; `results` None: it failed. Sequences cancelled meanwhile yield no output."""
+        started = time.monotonic()
+        outputs: list[StepOutput] = []
+        for index, chunk in enumerate(step.chunks):
+            sequence = chunk.sequence
+            self.scheduler.settle(sequence)
+            if sequence.is_finished:
+                continue
+            if results is None:
+                outputs.append(StepOutput(sequence, sequence.num_computed, error=STEP_FAILED))
+                self._finish(sequence)
+                continue
+            self.scheduler.advance(sequence, chunk.num_tokens)
+            outputs.append(self._output(sequence, results[index]))
+        if self.on_step is not None:
+            apply_s = time.monotonic() - started
+            num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
+            self.on_step(StepTimes(len(step.chunks), num_tokens, self._schedule_s, execute_s, apply_s))
+        return outputs
+
+    async def run(self) -> None:
+        """Step until `close()`; sleep while there is nothing to compute. An error here is a bug of the accounting."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="runner") as executor:
+            while not self._is_closed:
+                self._wake.clear()
+                step = self.schedule()
+                if step is None:
+                    await self._wake.wait()
+                    continue
+                results, execute_s = await loop.run_in_executor(executor, self._execute, step)
+                outputs = self.apply(step, results, execute_s)
+                if outputs and self.on_outputs is not None:
+                    self.on_outputs(outputs)
+
+    def close(self) -> None:
+        """Make `run()` return after the step in flight. Sequences stay as they are."""
+        self._is_closed = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed that may let a sleeping `run()` go on. The engine's own methods do this themselves."""
+        self._wake.set()
+
+    # What a worker says of itself
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running) + len(self.scheduler.incoming)
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued sequences, siblings that wait for their leader included."""
+        sequences = (s for choices in self._requests.values() for s in choices.values())
+        return sum(s.status in (Status.WAITING, Status.BLOCKED) for s in sequences)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that this worker has still to compute before the sequences it knows can decode."""
+        queued = sum(sequence.num_uncomputed for sequence in self.scheduler.waiting)
+        return queued + sum(s.num_uncomputed for s in self.scheduler.running if s.num_uncomputed > 1)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests
+
+    def counts(self) -> BlockCounts:
+        return self.pool.counts()
+
+    def check(self) -> None:
+        """Raises AssertionError unless pool, cache and sequences agree on every block. For tests, and when idle."""
+        self.pool.check()
+        owners = [0] * self.pool.num_blocks
+        live = {id(s): s for choices in self._requests.values() for s in choices.values()}
+        live.update({id(s): s for s in self.scheduler.incoming.values()})
+        for sequence in live.values():
+            for block_id in sequence.block_ids:
+                owners[block_id] += 1
+        for block_id, num in enumerate(owners):
+            assert num == self.pool.num_owners(block_id), f"block {block_id}: {num} sequences own it"
+
+    # Inside
+
+    def _execute(self, step: Step) -> tuple[SequenceOf[SampledToken | None] | None, float]:
+        """Runs in the runner's thread. Results are None when the runner raised: the batch fails, the worker goes on."""
+        started = time.monotonic()
+        try:
+            results = self.runner.execute(step.batch)
+            if len(results) != len(step.chunks):
+                raise ValueError(f"{len(results)} results for {len(step.chunks)} items")
+        except Exception:
+            logger.exception("a step of %d sequences failed", len(step.chunks))
+            return None, time.monotonic() - started
+        return results, time.monotonic() - started
+
+    def _output(self, sequence: Sequence, token: SampledToken | None) -> StepOutput:
+        """Append a sampled token, if there is one, and see whether it was the last."""
+        num_computed = sequence.num_computed
+        if token is None:
+            return StepOutput(sequence, num_computed)
+        sequence.token_ids.append(token.token_id)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = time.monotonic()
+        finish_reason = self._finish_reason(sequence)
+        if sequence.hold:
+            self.scheduler.remove(sequence, Status.HELD)
+        elif finish_reason is not None:
+            self._finish(sequence)
+        return StepOutput(sequence, num_computed, token, finish_reason)
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.token_ids[-1] in sequence.params.stop_token_ids:
+            return "stop"
+        is_full = len(sequence.token_ids) >= self.config.max_model_len
+        return "length" if is_full or sequence.num_generated >= sequence.params.max_tokens else None
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence, Status.FINISHED)
+        sequence.finished_at = time.monotonic()
+        choices = self._requests[sequence.request_id]
+        del choices[sequence.choice]
+        if not choices:
+            del self._requests[sequence.request_id]
+
+
+def _item(chunk: Chunk) -> BatchItem:
+    sequence = chunk.sequence
+    end = sequence.num_computed + chunk.num_tokens
+    sample = None
+    if end == len(sequence.token_ids):
+        sample = SampleSpec(sequence.params, sequence.choice, end, sequence.token_ids, sequence.num_prompt_tokens)
+    return BatchItem(sequence.token_ids[sequence.num_computed : end], sequence.num_computed, sequence.block_ids, sample)

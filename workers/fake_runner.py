@@ -1,0 +1,79 @@
+"""A runner without a model, for tests: its "KV" is one number per token, and its tokens betray a wrong block table.
+
+The number of a token is mixed from its id, its position and the number of the token before it *as read back from the
+blocks*; a sampled token is mixed from all numbers of its context, read back too. So a block that was reused too early,
+never filled, or put in the wrong place changes the tokens, just as it would with a real model, only always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.workers.batch import Batch, BatchItem, SampledToken
+
+_PRIME = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mix(*values: int) -> int:
+    """64 bits that depend on all values and their order."""
+    state = 0
+    for value in values:
+        state = ((state ^ value) * _PRIME + 1) & _MASK
+        state ^= state >> 31
+    return state
+
+
+class FakeRunner:
+    """`kv` is the pool: uint64 [num_blocks, block_size]. `batches` keeps what was executed."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000) -> None:
+        self.kv = np.zeros((num_blocks, block_size), dtype=np.uint64)
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.batches: list[Batch] = []
+
+    def execute(self, batch: Batch) -> list[SampledToken | None]:
+        self.batches.append(batch)
+        for item in batch.items:  # all writes before all reads, as a forward pass over the whole batch would
+            self._write(item)
+        return [self._sample(item) for item in batch.items]
+
+    def _write(self, item: BatchItem) -> None:
+        size = self.block_size
+        previous = 0
+        if item.start:
+            last = item.start - 1
+            previous = int(self.kv[item.block_ids[last // size], last % size])
+        for position, token_id in enumerate(item.token_ids, item.start):
+            previous = _mix(previous, token_id, position)
+            self.kv[item.block_ids[position // size], position % size] = previous
+
+    def _sample(self, item: BatchItem) -> SampledToken | None:
+        if item.sample is None:
+            return None
+        position = item.start + len(item.token_ids)
+        assert item.sample.position == position == len(item.sample.token_ids)
+        blocks = item.block_ids[: -(-position // self.block_size)]
+        context = self.kv[blocks].reshape(-1)[:position]
+        weights = np.arange(1, position + 1, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        digest = int(np.bitwise_xor.reduce(context * weights))
+        return SampledToken(_mix(digest, item.sample.params.seed, item.sample.choice, position) % self.vocab_size, None)
+
+
+def expected_tokens(
+    prompt: Sequence[int], num_tokens: int, *, seed: int, choice: int = 0, vocab_size: int = 1000
+) -> list[int]:
+    """What `FakeRunner` generates for a prompt, computed without blocks, batches or chunks."""
+    numbers: list[int] = []
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        for position in range(len(numbers), len(tokens)):
+            numbers.append(_mix(numbers[-1] if numbers else 0, tokens[position], position))
+        digest = 0
+        for index, number in enumerate(numbers):
+            digest ^= number * (2 * index + 3) & _MASK
+        tokens.append(_mix(digest, seed, choice, len(tokens)) % vocab_size)
+    return tokens[len(prompt) :]

@@ -1,0 +1,298 @@
+"""What the next step computes, and who owns blocks for it: queues and blocks, no tensors, no clocks, no I/O.
+
+First come, first served, by arrival. A sequence is admitted when blocks for all its tokens can be had at once; later it
+grows by one block at a time. When a growing sequence finds no block, the youngest running one is preempted: its blocks
+stay cached, it keeps its place in arrival order, and it computes the rest again. The oldest is never preempted for a
+younger one, so somebody always gets on.
+
+While a step is in flight (between `schedule` and the last `advance`), only `schedule` itself is out of bounds: no other
+method frees a block of a sequence that is `in_flight`, or changes its lists.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tandem.workers.block_key import next_key
+from tandem.workers.block_pool import BlockPool
+from tandem.workers.config import WorkerConfig
+from tandem.workers.prefix_cache import PrefixCache
+from tandem.workers.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_tokens` uncomputed tokens of a sequence: one when it decodes, more when it reads its prompt."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
+
+
+class ByAge:
+    """Sequences, oldest first. O(log n) to find; the moves of a Python list do not count at these lengths."""
+
+    def __init__(self) -> None:
+        self._items: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._items)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._items)
+
+    @property
+    def oldest(self) -> Sequence:
+        return self._items[0]
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._items, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect_left(self._items, sequence.order, key=_order)
+        assert self._items[index] is sequence, f"sequence {sequence.order} is not here"
+        del self._items[index]
+
+
+class Scheduler:
+    """Owns the queues and is the only one that takes blocks from the pool or gives them back."""
+
+    def __init__(self, config: WorkerConfig, pool: BlockPool, cache: PrefixCache) -> None:
+        self.config = config
+        self.pool = pool
+        self.cache = cache
+        self.block_size = config.block_size
+        # Even when every other one decodes, a sequence that reads its prompt gets a whole block into the step.
+        self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens - config.block_size + 1)
+        self.waiting = ByAge()
+        self.running = ByAge()
+        self.incoming: dict[int, Sequence] = {}
+        """By order. Also those that were cancelled and whose blocks may still be written."""
+        self.num_preemptions = 0
+
+    # The step
+
+    def schedule(self, on_incoming: Callable[[Sequence], None]) -> list[Chunk]:
+        """Decodes first, then prompts that are being read, then newcomers, until the budget is spent.
+
+        `on_incoming` gets each sequence whose KV somebody else is to compute. It must not call back.
+        """
+        budget = self.config.max_num_batched_tokens
+        chunks = [Chunk(sequence, 1) for sequence in self._decodes()]
+        budget -= len(chunks)
+        for sequence in self.running:
+            if sequence.num_uncomputed > 1:
+                budget -= self._cut(sequence, budget, chunks)
+        while self._can_admit(budget):
+            sequence = self.waiting.oldest
+            if not self._try_admit(sequence):
+                break
+            if sequence.status is Status.INCOMING:
+                on_incoming(sequence)
+            else:
+                budget -= self._cut(sequence, budget, chunks)
+        for chunk in chunks:
+            chunk.sequence.in_flight = True
+        return chunks
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of `num_tokens` more tokens is complete: name the blocks that are full now."""
+        sequence.num_computed += num_tokens
+        self._register(sequence)
+        if sequence.siblings and sequence.is_prompt_computed:
+            self._unblock_siblings(sequence)
+
+    # Queues
+
+    def add(self, sequence: Sequence) -> None:
+        """WAITING, or BLOCKED until its leader lets it go."""
+        if sequence.status is Status.WAITING:
+            self.waiting.add(sequence)
+
+    def remove(self, sequence: Sequence, status: Status) -> None:
+        """Take a sequence out of its queue: FINISHED gives its blocks back, HELD keeps them.
+
+        Blocks of a step in flight are given back in `settle`, those of a handover in `end_incoming`.
+        """
+        previous, sequence.status = sequence.status, status
+        if previous is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif previous is Status.RUNNING:
+            self.running.remove(sequence)
+        self._unblock_siblings(sequence)
+        if status is Status.FINISHED and previous is not Status.INCOMING and not sequence.in_flight:
+            self._release(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """The step that it was part of has ended. Frees its blocks if it was cancelled meanwhile."""
+        sequence.in_flight = False
+        if sequence.is_finished:
+            self._release(sequence)
+
+    # Handover
+
+    def arrived(self, sequence: Sequence, num_valid_tokens: int) -> None:
+        """The handover has ended: the first `num_valid_tokens` have KV. The sequence joins the batch."""
+        self.pool.arrived(sequence.block_ids[self._first_incoming(sequence) :])
+        del self.incoming[sequence.order]
+        sequence.wants_remote = False
+        sequence.status = Status.RUNNING
+        self.running.add(sequence)
+        self.advance(sequence, max(0, num_valid_tokens - sequence.num_computed))
+
+    def end_incoming(self, sequence: Sequence) -> None:
+        """Give back the blocks of a cancelled sequence that was INCOMING: nobody writes into them any more."""
+        del self.incoming[sequence.order]
+        self._release(sequence)
+
+    def quarantine(self, sequence: Sequence, block_ids: list[int]) -> bool:
+        """Set blocks of an INCOMING sequence aside and give it fresh ones in their place.
+
+        False when there were none: the sequence was sent back to the queue, to compute everything here. A cancelled
+        one needs no fresh blocks and just loses these (True).
+        """
+        assert set(block_ids) <= set(sequence.block_ids[self._first_incoming(sequence) :]), "not its incoming blocks"
+        aside = set(block_ids)
+        self.pool.quarantine(block_ids)
+        if sequence.is_finished or len(block_ids) > self.pool.num_available:
+            sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in aside]
+            if not sequence.is_finished:
+                del self.incoming[sequence.order]
+                self._requeue(sequence)
+            return sequence.is_finished
+        fresh = self.pool.allocate(len(block_ids))
+        self.pool.expect(fresh)
+        replacement = dict(zip(block_ids, fresh))
+        sequence.block_ids = [replacement.get(block_id, block_id) for block_id in sequence.block_ids]
+        return True
+
+    # Admission, growth, preemption
+
+    def _decodes(self) -> list[Sequence]:
+        """Running sequences with one token to compute, each with a block to write it into."""
+        decodes: list[Sequence] = []
+        for sequence in list(self.running):  # preemption changes `running`
+            if sequence.status is Status.RUNNING and sequence.num_uncomputed == 1 and self._try_grow(sequence):
+                decodes.append(sequence)
+        return decodes
+
+    def _try_grow(self, sequence: Sequence) -> bool:
+        """Have a block for its last token, from the youngest if need be. False: it was the youngest itself."""
+        if len(sequence.block_ids) * self.block_size >= len(sequence.token_ids):
+            return True
+        while self.pool.num_available == 0:
+            victim = next(candidate for candidate in reversed(self.running) if not candidate.hold)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.block_ids += self.pool.allocate(1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue. Never one in HELD or with `hold`: blocks that were promised to others stay."""
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.wants_remote = False
+        sequence.status = Status.WAITING
+        self.waiting.add(sequence)
+
+    def _can_admit(self, budget: int) -> bool:
+        """A newcomer that reads its own prompt needs budget for a block: admitted later, it may find more cached."""
+        if not self.waiting or len(self.running) + len(self.incoming) >= self.max_running:
+            return False
+        return budget >= self.block_size or self.waiting.oldest.wants_remote
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        """Own blocks for all its tokens, cached ones first; at least one token is left to compute."""
+        num_tokens = len(sequence.token_ids)
+        num_matchable = (num_tokens - 1) // self.block_size
+        self._extend_keys(sequence, num_matchable)
+        matched = self.cache.match(sequence.block_keys[:num_matchable], sequence.token_ids)
+        num_new = -(-num_tokens // self.block_size) - len(matched)
+        if num_new > self.pool.num_available - self.pool.count_idle(matched):
+            return False
+        self.pool.share(matched)
+        sequence.block_ids = matched + self.pool.allocate(num_new)
+        sequence.num_computed = len(matched) * self.block_size
+        sequence.num_registered = len(matched)
+        self._join(sequence)
+        return True
+
+    def _join(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        if sequence.wants_remote and sequence.num_uncomputed > self.config.local_prefill_tokens:
+            self.pool.expect(sequence.block_ids[sequence.num_registered :])
+            sequence.status = Status.INCOMING
+            self.incoming[sequence.order] = sequence
+        else:
+            sequence.wants_remote = False
+            sequence.status = Status.RUNNING
+            self.running.add(sequence)
+
+    def _cut(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Append the largest chunk that fits: the rest, or whole blocks (prompts are read from block border on)."""
+        num_tokens = sequence.num_uncomputed
+        if num_tokens > budget:
+            num_tokens = budget - (sequence.num_computed + budget) % self.block_size
+        if num_tokens > 0:
+            chunks.append(Chunk(sequence, num_tokens))
+        return max(0, num_tokens)
+
+    # Blocks and their names
+
+    def _first_incoming(self, sequence: Sequence) -> int:
+        """Index of the first block that a handover fills: everything before it was cached when it was admitted."""
+        return sequence.num_registered
+
+    def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
+        keys, size = sequence.block_keys, self.block_size
+        for index in range(len(keys), num_blocks):
+            parent = keys[-1] if keys else sequence.root
+            block = sequence.token_ids[index * size : (index + 1) * size]
+            keys.append(next_key(self.config.cluster_key, parent, block))
+
+    def _register(self, sequence: Sequence) -> None:
+        """Name its complete blocks. Where the content is cached already (two sequences computed the same), own the
+        cached copy instead: so an owner of a block owns all blocks before it, which eviction relies on."""
+        num_full = sequence.num_computed // self.block_size
+        if sequence.num_registered >= num_full or not sequence.can_register:
+            return
+        self._extend_keys(sequence, num_full)
+        for index in range(sequence.num_registered, num_full):
+            block = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            parent = sequence.block_ids[index - 1] if index else None
+            mine = sequence.block_ids[index]
+            kept = self.cache.add(sequence.block_keys[index], parent, block, mine)
+            if kept is None:
+                sequence.can_register = False  # colliding keys: what follows would hang from other content
+                return
+            if kept != mine:
+                self.pool.share([kept])
+                sequence.block_ids[index] = kept
+                self.pool.release([mine])
+            sequence.num_registered = index + 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_registered = 0
+
+    def _unblock_siblings(self, leader: Sequence) -> None:
+        siblings, leader.siblings = leader.siblings, []
+        for sibling in siblings:
+            if sibling.status is Status.BLOCKED:
+                sibling.status = Status.WAITING
+                self.waiting.add(sibling)

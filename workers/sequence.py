@@ -1,0 +1,96 @@
+"""The engine's view of one choice of a request: its tokens, its blocks, and where it stands.
+
+The life of a sequence (every arrow is an edge with a time stamp in `Sequence`, which is also the metric):
+
+    add ──> BLOCKED ──leader has computed the prompt──> WAITING ──admitted──> RUNNING ──stop, length, error──> FINISHED
+            (siblings of the first choice)
+
+    RUNNING ──preempted──> WAITING
+    RUNNING ──prompt computed, `hold`──> HELD ──release──> FINISHED                     (prefill worker)
+    WAITING ──admitted, `wants_remote`──> INCOMING ──finished or abandoned──> RUNNING   (decode worker)
+
+Cancel leads from every state to FINISHED. Two kinds of sequence still own blocks after that, while somebody may still
+write into them: one whose step is in flight (until `apply`), and one that was INCOMING (until the handover says so).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from tandem.workers.types import SamplingParams
+
+
+class Status(Enum):
+    BLOCKED = auto()
+    """Waits for the first choice of its request to compute the prompt that they share."""
+    WAITING = auto()
+    """Owns no blocks; in the queue."""
+    RUNNING = auto()
+    """Owns blocks for all its tokens; part of the next steps."""
+    INCOMING = auto()
+    """Owns blocks for all its tokens, which a handover is filling."""
+    HELD = auto()
+    """Prompt computed, first token sampled; owns its blocks until `Engine.release`."""
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice. Identity is the object: two sequences are never equal. Changed by the engine alone, read by all.
+
+    `token_ids` is prompt + emitted (continued request) + generated. The first `num_computed` of them have KV in
+    `block_ids`. `block_keys` are the keys of its first full blocks, as far as anyone has needed them; the first
+    `num_registered` of its blocks are in the prefix cache.
+    """
+
+    request_id: str
+    choice: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    root: bytes
+    """`block_key.root_key` of its model and salt."""
+    order: int
+    """Arrival: the lower, the older. Survives preemption."""
+    wants_remote: bool = False
+    hold: bool = False
+
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the prefix cache when the sequence was first admitted."""
+    block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    can_register: bool = True
+    in_flight: bool = False
+    """Its blocks are being read and written by a step: they must not be freed."""
+    siblings: list[Sequence] = field(default_factory=list)
+    """On the first choice of a request: those that are BLOCKED until it has computed the prompt."""
+
+    queued_at: float = 0.0
+    admitted_at: float | None = None
+    """First admission (`time.monotonic`, like all of these)."""
+    joined_at: float | None = None
+    """A handover ended and the sequence joined the batch."""
+    first_token_at: float | None = None
+    """First token that this worker added."""
+    finished_at: float | None = None
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, those emitted by earlier workers included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prompt_computed(self) -> bool:
+        return self.num_computed >= self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED

@@ -1,0 +1,66 @@
+"""What a worker can serve at all. Everything refused here would otherwise fail, or wait for ever, later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tandem.workers.errors import RequestError
+from tandem.workers.types import Choice, Request, SamplingParams
+
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_tokens", lambda value: value >= 1, "must be at least 1"),
+    ("temperature", lambda value: 0 <= value < math.inf, "must be finite and not negative"),
+    ("top_p", lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
+    ("top_k", lambda value: value >= 0, "must not be negative"),
+    ("min_p", lambda value: 0 <= value <= 1, "must be from 0 to 1"),
+    ("presence_penalty", math.isfinite, "must be finite"),
+    ("frequency_penalty", math.isfinite, "must be finite"),
+    ("repetition_penalty", lambda value: 0 < value < math.inf, "must be finite and above 0"),
+    ("num_logprobs", lambda value: value is None or value >= 0, "must not be negative"),
+)
+"""Field, test, rule. A NaN fails every comparison."""
+
+
+def validate_sampling(params: SamplingParams) -> None:
+    """Raises `RequestError` naming the field that is out of range."""
+    for name, is_valid, rule in _RANGES:
+        value = getattr(params, name)
+        if not is_valid(value):
+            raise RequestError(f"{name} {rule}, but is {value}", param=name)
+
+
+def validate_request(request: Request, *, max_model_len: int, capacity: int, vocab_size: int, hold: bool) -> None:
+    """Raises `RequestError` for a request that a worker with `capacity` tokens of KV could never finish."""
+    validate_sampling(request.sampling)
+    indices = [choice.index for choice in request.choices]
+    if not indices or len(set(indices)) != len(indices):
+        raise RequestError("a request needs at least one choice, each with its own index", param="n")
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    if num_prompt == 0:
+        raise RequestError("the prompt has no tokens", param="prompt")
+    if num_prompt + max_tokens > max_model_len:
+        raise _too_long(f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens})", max_model_len, "the model")
+    for choice in request.choices:
+        _validate_choice(choice, max_tokens)
+        # The last token's KV is never needed, and a prefill worker (`hold`) adds no more than one token.
+        num_known = num_prompt + len(choice.emitted_token_ids)
+        num_tokens = num_known if hold else num_prompt + max_tokens - 1
+        if num_tokens > capacity:
+            raise _too_long(f"{num_tokens} tokens", capacity, "this worker's KV cache")
+    for ids in (request.prompt_token_ids, *(choice.emitted_token_ids for choice in request.choices)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise RequestError(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
+
+
+def _validate_choice(choice: Choice, max_tokens: int) -> None:
+    if choice.index < 0:
+        raise RequestError(f"the index of a choice must not be negative, but is {choice.index}", param="n")
+    if len(choice.emitted_token_ids) >= max_tokens:
+        raise RequestError(f"choice {choice.index} has all its {max_tokens} tokens already", param="max_tokens")
+
+
+def _too_long(what: str, limit: int, whose: str) -> RequestError:
+    message = f"{what} exceed the {limit} tokens that {whose} can hold"
+    return RequestError(message, param="max_tokens", code="context_length_exceeded")
