@@ -47,6 +47,12 @@ class ModelConfig:
     """Per layer: how many of the last tokens (itself included) a token attends to; None or an empty tuple: all."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    attention_bias: bool = False
+    """The q, k and v projections add a bias."""
+    output_bias: bool = False
+    """The attention's output projection adds a bias."""
+    mlp_bias: bool = False
+    """The gate, up and down projections add a bias."""
 
     @property
     def kv_elements_per_token(self) -> int:
