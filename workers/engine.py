@@ -159,22 +159,19 @@ class Engine:
         self.wake()
         return sequences
 
-    def cancel(self, request_id: str) -> list[Sequence]:
-        """Forget all choices of a request, in whatever state; unknown ids are fine. No output follows.
+    def cancel(self, request_id: str, choice: int | None = None) -> list[Sequence]:
+        """Forget one choice of a request, or all of it, in whatever state; unknown ones are fine. No output follows.
 
         Blocks go back at once, except those of the step in flight (at its end) and those of INCOMING sequences. These
         sequences are returned: a pull may still write into them, so the caller must call `release_incoming` for each.
         """
-        return [s for s in list(self._requests.get(request_id, {}).values()) if self.cancel_sequence(s)]
-
-    def cancel_sequence(self, sequence: Sequence) -> bool:
-        """`cancel` for one choice. True: it was INCOMING, and the caller owes a `release_incoming`."""
-        if sequence.is_finished:
-            return False
-        was_incoming = sequence.status is Status.INCOMING
-        self._finish(sequence)
+        choices = self._requests.get(request_id, {})
+        chosen = [sequence for index, sequence in choices.items() if choice is None or index == choice]
+        incoming = [sequence for sequence in chosen if sequence.status is Status.INCOMING]
+        for sequence in chosen:
+            self._finish(sequence)
         self.wake()
-        return was_incoming
+        return incoming
 
     def release(self, sequence: Sequence) -> None:
         """A HELD sequence was handed over, or its lease has ended: its blocks become cached. Otherwise no effect."""
