@@ -1,0 +1,68 @@
+"""What can go wrong with a request, as the client is told.
+
+TandemError
+└── ApiError            ends a request with an HTTP status, or with an error event when the stream has begun
+ClientDisconnected      nobody is left to be told anything
+"""
+
+from __future__ import annotations
+
+from tandem.workers.errors import TandemError
+
+
+class ApiError(TandemError):
+    """An answer in the shape of the OpenAI API's errors. The text never holds paths, addresses or stack traces."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = headers if retry_after_s is None else (*headers, ("retry-after", str(retry_after_s)))
+
+    @property
+    def is_refusal(self) -> bool:
+        """True when the house never took the request on: the client's mistake, or too much going on."""
+        return self.status < 500 or self.code == "draining"
+
+    def body(self) -> dict[str, object]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class ClientDisconnected(Exception):
+    """The client hung up."""
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def nobody_left(message: str = "No worker is available to serve this request. Please try again.") -> ApiError:
+    return ApiError(503, message, type="server_error", code="service_unavailable", retry_after_s=1)
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "The server could not complete this request.", type="server_error", code="internal_error")
+
+
+def too_slow() -> ApiError:
+    return ApiError(504, "The request was not finished in time.", type="server_error", code="timeout")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503, "The server is shutting down. Please try again.", type="server_error", code="draining", retry_after_s=1
+    )

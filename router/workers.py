@@ -1,0 +1,321 @@
+"""The live set: one connection per worker, its heartbeat, its latest snapshot, and the mailboxes of its requests.
+
+The supervisor says who exists (`add`, `remove`); whether they are alive is found out here, by a ping every second and
+by the connection itself. A worker that is listed and does not answer is tried again until it is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.router.policy import WorkerView
+from tandem.workers import protocol
+from tandem.workers.connection import Connection, connect
+from tandem.workers.errors import ProtocolError, WorkerUnavailable
+from tandem.workers.protocol import Failed, Message, NeedPrefill, Pair, Paired, Ping, Pong, Started, Tokens
+from tandem.workers.types import ModelIdentity, TokenChunk, WorkerAddress, WorkerSnapshot
+
+logger = logging.getLogger(__name__)
+
+State = Literal["connecting", "ready", "lost"]
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The last thing in the mailbox of a request whose worker is gone."""
+
+    worker_id: str
+
+
+Event = Started | TokenChunk | Failed | NeedPrefill | WorkerLost
+
+
+class Mailbox:
+    """What a worker said about one request, in order. One reader."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+    async def take(self) -> list[Event]:
+        """Everything since the last call; waits until there is something."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        return events
+
+
+class WorkerLink:
+    """One incarnation of one worker, from the moment it is listed until it is removed."""
+
+    def __init__(self, address: WorkerAddress, live_set: WorkerSet) -> None:
+        self.address = address
+        self.state: State = "connecting"
+        self.snapshot: WorkerSnapshot | None = None
+        self.identity: ModelIdentity | None = None
+        self.pairs: dict[str, Paired] = {}
+        """What a decode worker said of its pairing with each prefill worker, by that worker's id."""
+        self.num_routed = 0
+        self.num_sequences = 0
+        """Sequences of this gateway that the worker decodes now."""
+        self.num_prefill_tokens = 0
+        """Prompt tokens that this gateway had sent to it for prefill and that are not yet decoding."""
+        self._live_set = live_set
+        self._connection: Connection | None = None
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._num_silent_beats = 0
+        self._task = asyncio.create_task(self._run(), name=f"worker {address.worker_id}")
+
+    @property
+    def worker_id(self) -> str:
+        return self.address.worker_id
+
+    @property
+    def can_decode(self) -> bool:
+        return self.address.role != "prefill"
+
+    def view(self) -> WorkerView:
+        """For the policy. The snapshot may be a second old and knows other gateways; our own counts are exact."""
+        assert self.snapshot is not None, "only ready workers are viewed"
+        blocks = self.snapshot.blocks
+        return WorkerView(
+            worker_id=self.worker_id,
+            role=self.address.role,
+            num_sequences=max(self.num_sequences, self.snapshot.num_running + self.snapshot.num_waiting),
+            num_waiting_tokens=max(self.num_prefill_tokens, self.snapshot.num_waiting_tokens),
+            num_available_blocks=blocks.free + blocks.cached,
+            num_routed=self.num_routed,
+            unpaired=frozenset(worker_id for worker_id, paired in self.pairs.items() if paired.error is not None),
+        )
+
+    def open(self, request_id: str) -> Mailbox:
+        """A mailbox for what the worker says of this request. Raises `WorkerUnavailable` if the worker is not ready."""
+        if self.state != "ready":
+            raise WorkerUnavailable(f"worker {self.worker_id} is {self.state}")
+        mailbox = self._mailboxes[request_id] = Mailbox()
+        return mailbox
+
+    def close(self, request_id: str) -> None:
+        self._mailboxes.pop(request_id, None)
+
+    def send(self, message: Message) -> None:
+        """Raises `WorkerUnavailable` if the worker is gone."""
+        if self._connection is None:
+            raise WorkerUnavailable(f"worker {self.worker_id} is {self.state}")
+        self._connection.send(message)
+
+    def try_send(self, message: Message) -> None:
+        """Send where it does not matter whether the worker is still there."""
+        try:
+            self.send(message)
+        except WorkerUnavailable:
+            logger.debug("worker %s is gone: no %s sent", self.worker_id, type(message).__name__)
+
+    async def stop(self) -> None:
+        """Drop the connection and tell the requests. Idempotent."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # The life of the connection
+
+    async def _run(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                self._connection = await connect(self.address, key=self._live_set.key, peer=self._live_set.peer)
+                retry_s = FIRST_RETRY_S
+                await self._converse(self._connection)
+            except WorkerUnavailable as error:
+                if self.state == "ready":
+                    logger.warning("worker %s is lost: %s", self.worker_id, error)
+            except ProtocolError as error:
+                logger.error("worker %s broke the protocol: %s", self.worker_id, error)
+                retry_s = LAST_RETRY_S
+            finally:
+                self._lose()
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+    async def _converse(self, connection: Connection) -> None:
+        """Read until the connection breaks, or the worker has been silent for too long."""
+        self.identity = connection.identity
+        heartbeat = asyncio.create_task(self._beat(connection), name=f"heartbeat {self.worker_id}")
+        try:
+            while True:
+                message = await connection.receive()
+                self._num_silent_beats = 0
+                self._deliver(message)
+        finally:
+            heartbeat.cancel()
+            await asyncio.gather(heartbeat, return_exceptions=True)
+
+    async def _beat(self, connection: Connection) -> None:
+        self._num_silent_beats = 0
+        while connection.is_open:
+            if self._num_silent_beats >= self._live_set.max_missed_heartbeats:
+                logger.warning("worker %s has been silent for %d heartbeats", self.worker_id, self._num_silent_beats)
+                connection.abort()
+                return
+            try:
+                connection.send(Ping())
+            except WorkerUnavailable:
+                return  # the reader finds out, too
+            await asyncio.sleep(self._live_set.heartbeat_s)
+            self._num_silent_beats += 1
+
+    def _deliver(self, message: protocol.AnyMessage) -> None:
+        match message:
+            case Tokens(chunks=chunks):
+                for chunk in chunks:
+                    self._put(chunk.request_id, chunk)
+            case Pong(snapshot=snapshot):
+                self._take_snapshot(snapshot)
+            case Started() | Failed() | NeedPrefill():
+                self._put(message.request_id, message)
+            case Paired():
+                self.pairs[message.prefill_worker] = message
+                self._live_set.on_paired(self, message)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for gateways")
+
+    def _put(self, request_id: str, event: Event) -> None:
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None:  # otherwise it was cancelled, and this was already on its way
+            mailbox.put(event)
+
+    def _take_snapshot(self, snapshot: WorkerSnapshot) -> None:
+        self.snapshot = snapshot
+        self._live_set.on_snapshot(snapshot)
+        if self.state != "ready":
+            self.state = "ready"
+            self._live_set.on_ready(self)
+
+    def _lose(self) -> None:
+        """Everything that ends with the connection. Requests hear of it last, after all that the worker has said."""
+        was_ready, self.state = self.state == "ready", "lost"
+        if self._connection is not None:
+            self._connection.abort()
+            self._connection = None
+        self.pairs.clear()
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        for mailbox in mailboxes.values():
+            mailbox.put(WorkerLost(self.worker_id))
+        if was_ready:
+            self._live_set.on_lost(self)
+
+
+class WorkerSet:
+    """All workers that the supervisor lists. `on_snapshot` is called with every snapshot that arrives."""
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        peer: str,
+        heartbeat_s: float = 1.0,
+        max_missed_heartbeats: int = 3,
+        on_snapshot: Callable[[WorkerSnapshot], None] = lambda snapshot: None,
+    ) -> None:
+        self.key = key
+        self.peer = peer
+        self.heartbeat_s = heartbeat_s
+        self.max_missed_heartbeats = max_missed_heartbeats
+        self.on_snapshot = on_snapshot
+        self._links: dict[str, WorkerLink] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, address: WorkerAddress) -> None:
+        """List a worker. A higher epoch replaces the incarnation before; a lower or equal one is old news."""
+        known = self._links.get(address.worker_id)
+        if known is not None:
+            if known.address.epoch >= address.epoch:
+                return
+            self._drop(known)
+        self._links[address.worker_id] = WorkerLink(address, self)
+
+    def remove(self, worker_id: str, epoch: int) -> None:
+        """Forget this incarnation. Its requests continue elsewhere."""
+        link = self._links.get(worker_id)
+        if link is not None and link.address.epoch == epoch:
+            del self._links[worker_id]
+            self._drop(link)
+
+    async def close(self) -> None:
+        for link in self._links.values():
+            self._drop(link)
+        self._links.clear()
+        await asyncio.gather(*self._leaving)
+
+    def links(self) -> list[WorkerLink]:
+        """All listed workers, alive or not, by id."""
+        return [self._links[worker_id] for worker_id in sorted(self._links)]
+
+    def ready(self) -> list[WorkerLink]:
+        return [link for link in self.links() if link.state == "ready"]
+
+    def get(self, worker_id: str) -> WorkerLink | None:
+        """This worker if it is ready."""
+        link = self._links.get(worker_id)
+        return link if link is not None and link.state == "ready" else None
+
+    def identity(self) -> ModelIdentity | None:
+        """The model, as a live worker describes it. Prefers one that decodes."""
+        ready = sorted(self.ready(), key=lambda link: not link.can_decode)
+        return ready[0].identity if ready else None
+
+    async def wait_changed(self) -> None:
+        """Until some worker becomes ready, is lost, or is paired."""
+        await self._changed.wait()
+
+    # What links report
+
+    def on_ready(self, link: WorkerLink) -> None:
+        logger.info("worker %s epoch %d is ready", link.worker_id, link.address.epoch)
+        if link.address.role == "prefill":
+            for decode in self.ready():
+                if decode.address.role == "decode":
+                    decode.pairs.pop(link.worker_id, None)  # what is known is about an earlier incarnation
+                    decode.try_send(Pair(prefill=(link.address,)))
+        elif link.address.role == "decode":
+            prefill = tuple(other.address for other in self.ready() if other.address.role == "prefill")
+            if prefill:
+                link.try_send(Pair(prefill=prefill))
+        self._announce()
+
+    def on_lost(self, link: WorkerLink) -> None:
+        for decode in self.ready():
+            decode.pairs.pop(link.worker_id, None)
+        self._announce()
+
+    def on_paired(self, decode: WorkerLink, paired: Paired) -> None:
+        if paired.error is not None:
+            logger.error("%s cannot take KV from %s: %s", decode.worker_id, paired.prefill_worker, paired.error)
+        else:
+            logger.info(
+                "%s takes KV from %s over %s at %.2f GB/s",
+                decode.worker_id,
+                paired.prefill_worker,
+                paired.transport,
+                paired.gigabytes_per_s or 0.0,
+            )
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _drop(self, link: WorkerLink) -> None:
+        task = asyncio.create_task(link.stop())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
