@@ -111,6 +111,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._is_closed = False
         self._schedule_s = 0.0
+        self._in_flight: tuple[Chunk, ...] = ()
 
     # Requests
 
@@ -243,6 +244,7 @@ class Engine:
 
     def schedule(self) -> Step | None:
         """Decide the next step. None: nothing to compute now. `apply` must follow before the next `schedule`."""
+        assert not self._in_flight, "the step before was not applied"
         started = time.monotonic()
         incoming: list[Sequence] = []
         chunks = self.scheduler.schedule(incoming.append)
@@ -251,6 +253,7 @@ class Engine:
                 sequence.admitted_at = started
                 sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         step = Step(Batch(tuple(map(_item, chunks))), tuple(chunks)) if chunks else None
+        self._in_flight = tuple(chunks)
         self._schedule_s = time.monotonic() - started
         if self.on_incoming is not None:  # last: from here on it may call back, even at once
             for sequence in incoming:
@@ -263,6 +266,7 @@ class Engine:
         """Account for an executed step; `results` None: it failed. Sequences cancelled meanwhile yield no output."""
         started = time.monotonic()
         outputs: list[StepOutput] = []
+        self._in_flight = ()
         for index, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
             self.scheduler.settle(sequence)
@@ -335,6 +339,7 @@ class Engine:
         owners = [0] * self.pool.num_blocks
         live = {id(s): s for choices in self._requests.values() for s in choices.values()}
         live.update({id(s): s for s in self.scheduler.incoming.values()})
+        live.update({id(chunk.sequence): chunk.sequence for chunk in self._in_flight})
         for sequence in live.values():
             for block_id in sequence.block_ids:
                 owners[block_id] += 1
