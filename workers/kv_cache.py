@@ -1,0 +1,57 @@
+"""The memory that holds K and V: one tensor, in which each block is one contiguous range of bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.transfer.base import NUM_PROBE_BLOCKS
+
+LAYOUT_VERSION = 1
+"""Of `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`. Two workers must agree on it."""
+
+
+class KVCache:
+    """Blocks of KV, `num_blocks` of them for the block pool and NUM_PROBE_BLOCKS behind them for the transfer's probe.
+
+    Memory is reserved, not touched: a block costs physical memory once it is written. What a fresh block holds is
+    undefined.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (config.num_kv_heads, config.num_layers, 2, block_size, config.head_dim)
+        self.tensor = torch.empty((num_blocks + NUM_PROBE_BLOCKS, *shape), dtype=dtype, device=device)
+        self.num_blocks = num_blocks
+        """Blocks of the pool, without the probe blocks."""
+        self.block_size = block_size
+        self.block_bytes = block_bytes(config, block_size, dtype)
+
+    def data_ptr(self) -> int:
+        """Address of block 0; block i is `i * block_bytes` behind it."""
+        return self.tensor.data_ptr()
+
+    def bytes_of(self, block_id: int) -> npt.NDArray[np.uint8]:
+        """A writable view of one block, uint8 [block_bytes]. CPU only. Raises `IndexError` on an unknown id."""
+        if not 0 <= block_id < self.tensor.shape[0]:
+            raise IndexError(f"block {block_id} of {self.tensor.shape[0]}")
+        view: npt.NDArray[np.uint8] = self.tensor[block_id].view(torch.uint8).view(-1).numpy()
+        return view
+
+    def digest(self, block_id: int) -> bytes:
+        """xxh3-128 of the block's bytes, 16 bytes."""
+        return xxhash.xxh3_128_digest(self.bytes_of(block_id).data)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: K and V of `block_size` tokens over all layers."""
+    return config.kv_elements_per_token * block_size * dtype.itemsize
+
+
+def num_blocks_for(memory_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Blocks for the pool that fit into `memory_bytes` beside the probe blocks; 0 if none does."""
+    return max(0, memory_bytes // block_bytes(config, block_size, dtype) - NUM_PROBE_BLOCKS)
