@@ -6,12 +6,17 @@ the right ones is for the caller to check against the ticket (generation, digest
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from tandem.workers.errors import TransferError
+
+if TYPE_CHECKING:
+    import torch
 
 NUM_PROBE_BLOCKS = 8
 """Blocks behind the pool's own (ids num_blocks to num_blocks + 7): they carry a known pattern for the first pull."""
@@ -23,6 +28,34 @@ class PullTimeout(TransferError):
     def __init__(self, message: str, settled: Awaitable[None]) -> None:
         super().__init__(message, reason="timeout")
         self.settled = settled
+
+
+@dataclass(frozen=True, slots=True)
+class KVPoolMemory:
+    """One worker's pool as a transport sees it: `num_blocks` (probe blocks included) times `block_bytes`, in one piece.
+
+    Holds the tensor, so the memory lives as long as this record does.
+    """
+
+    blocks: torch.Tensor
+    """uint8 [num_blocks, block_bytes], contiguous, on the worker's device."""
+    address: int
+
+    @classmethod
+    def of(cls, pool: torch.Tensor) -> KVPoolMemory:
+        """View a contiguous tensor of any dtype, [num_blocks, ...], as blocks of bytes. Copies nothing."""
+        import torch
+
+        blocks = pool.view(pool.shape[0], -1).view(torch.uint8)
+        return cls(blocks=blocks, address=blocks.data_ptr())
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.blocks.shape[1]
 
 
 class Transfer(Protocol):
@@ -39,7 +72,8 @@ class Transfer(Protocol):
         """Copy the peer's blocks into ours, pairwise. `peer` is the peer's `describe()`.
 
         Returns when every byte has landed. Raises `TransferError` with the reason, `PullTimeout` if more may land.
-        Does not block the event loop for the time of the copy.
+        Does not block the event loop for the time of the copy. A cancelled pull ends only when its destination is
+        quiet: it raises `CancelledError` then, or `PullTimeout` if that takes longer than `timeout_s`.
         """
 
     def transport_of(self, peer: bytes) -> str:
@@ -50,6 +84,51 @@ class Transfer(Protocol):
 
     async def close(self) -> None:
         """Release everything. No pull may be in flight."""
+
+
+def check_pull(
+    pool: KVPoolMemory,
+    remote_blocks: Sequence[int],
+    local_blocks: Sequence[int],
+    *,
+    remote_num_blocks: int,
+    remote_block_bytes: int,
+) -> None:
+    """Refuse a pull that could touch anything but the named blocks. Raises `TransferError` with reason "refused"."""
+    if remote_block_bytes != pool.block_bytes:
+        raise refused(f"block_bytes differs: ours {pool.block_bytes}, theirs {remote_block_bytes}")
+    if len(remote_blocks) != len(local_blocks):
+        raise refused(f"{len(remote_blocks)} remote blocks for {len(local_blocks)} local ones")
+    if len(set(local_blocks)) != len(local_blocks):
+        raise refused("a local block is named twice")
+    for side, blocks, num_blocks in (
+        ("remote", remote_blocks, remote_num_blocks),
+        ("local", local_blocks, pool.num_blocks),
+    ):
+        if blocks and not (min(blocks) >= 0 and max(blocks) < num_blocks):
+            raise refused(f"{side} block out of range: ids {min(blocks)} to {max(blocks)} of {num_blocks} blocks")
+
+
+def refused(message: str) -> TransferError:
+    return TransferError(message, reason="refused")
+
+
+async def undisturbed(pull: Coroutine[Any, Any, None]) -> None:
+    """Run a pull to its end even if the awaiting task is cancelled meanwhile, then let the cancellation go on.
+
+    A copy cannot be recalled: were the caller to give its blocks away at once, bytes would land in somebody else's.
+    An error of the pull (`PullTimeout` above all) is raised in place of the cancellation.
+    """
+    task = asyncio.ensure_future(pull)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None and task.exception() is None:
+        raise cancelled
+    task.result()
 
 
 def probe_pattern(num_bytes: int) -> np.ndarray:

@@ -1,0 +1,58 @@
+"""Finding and preparing the NIXL library: everything that has to happen before the first agent exists."""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import os
+from types import ModuleType
+
+from tandem.workers.errors import UserError
+
+_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+"""The CUDA 12 and 13 wheels both serve host memory without CUDA. The plain name comes last: it imports torch."""
+
+
+def load_nixl(host: str) -> tuple[ModuleType, ModuleType]:
+    """Prepare the environment for a worker listening on `host`, then import NIXL: its API module and its bindings.
+
+    UCX reads its environment when the first agent is made, so this comes before. Raises `UserError`.
+    """
+    _prepare_environment(host)
+    for name in _MODULES:
+        try:
+            return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            raise UserError(f"--transfer nixl: {name} is installed but does not load: {error}") from error
+    raise UserError("--transfer nixl needs the NIXL library: pip install nixl-cu12, or choose another --transfer")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def allowed_transports() -> set[str] | None:
+    """What the user allows UCX to use by UCX_TLS; None when that is everything, or a list of exclusions."""
+    setting = os.environ.get("UCX_TLS", "all").strip().lower()
+    if setting in ("", "all") or setting.startswith("^"):
+        return None
+    return {name.strip() for name in setting.split(",")}
+
+
+def _prepare_environment(host: str) -> None:
+    if is_loopback(host):
+        # Otherwise UCX listens on, and stripes over, every interface of the machine.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    # NIXL's own logger announces every agent at INFO.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    allowed = allowed_transports()
+    excluded = os.environ.get("UCX_TLS", "").lower().removeprefix("^").split(",") if allowed is None else []
+    if "tcp" in excluded or (allowed is not None and not allowed & {"tcp", "all"}):
+        raise UserError(
+            f"UCX_TLS={os.environ['UCX_TLS']}: must allow tcp, which UCX needs to notice that a peer has died"
+        )
