@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tandem.router.errors import ApiError, bad_request, shutting_down
+
+logger = logging.getLogger(__name__)
 
 
 class Admission:
@@ -15,6 +19,29 @@ class Admission:
         self._max_in_flight = max_in_flight
         self.num_in_flight = 0
         self.is_draining = False
+        self._num_open = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def open_door(self) -> Iterator[None]:
+        """A request is in the house, from its first byte to the last of its answer."""
+        self._num_open += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._empty.set()
+
+    async def until_empty(self, timeout_s: float) -> None:
+        """Returns when no request is in the house, or when the time is up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            logger.info("%d requests are still in the house", self._num_open)
 
     @contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:

@@ -32,11 +32,6 @@ class ApiError(TandemError):
         self.code = code
         self.headers = headers if retry_after_s is None else (*headers, ("retry-after", str(retry_after_s)))
 
-    @property
-    def is_refusal(self) -> bool:
-        """True when the house never took the request on: the client's mistake, or too much going on."""
-        return self.status < 500 or self.code == "draining"
-
     def body(self) -> dict[str, object]:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}

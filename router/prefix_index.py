@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha1
 from itertools import islice
 from typing import Any, Literal, cast
@@ -28,7 +28,7 @@ Kind = Literal["stored", "removed"]
 Holder = tuple[str, int]
 """(worker id, epoch)"""
 
-# KEYS: sets of workers; ARGV: the prompt's block keys in order. -> per worker, how many of them from the start it holds.
+# KEYS: sets of workers; ARGV: the prompt's block keys in order. -> per worker, how many of the first ones it holds.
 # pcall: an entry of the wrong type counts as nothing held, and leaves the other workers' answers alone.
 LONGEST_PREFIX = """
 local lengths = {}
@@ -74,24 +74,30 @@ def open_redis(url: str) -> Redis:
 class Breaker:
     """Keeps away from a Redis that does not answer, for longer and longer, with jitter; one success forgets it all."""
 
-    def __init__(self, clock: Any = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pause_s = FIRST_PAUSE_S
-        self._closed_from = 0.0
+        self._open_until = 0.0
         self.is_up = True
 
     @property
+    def remaining_s(self) -> float:
+        return max(0.0, self._open_until - self._clock())
+
+    @property
     def can_try(self) -> bool:
-        return bool(self._clock() >= self._closed_from)
+        return self.remaining_s == 0.0
 
     def succeed(self) -> None:
         self.is_up = True
         self._pause_s = FIRST_PAUSE_S
-        self._closed_from = 0.0
+        self._open_until = 0.0
 
     def fail(self) -> None:
         self.is_up = False
-        self._closed_from = self._clock() + self._pause_s * random.uniform(0.75, 1.25)
+        if not self.can_try:
+            return  # one outage, seen by several
+        self._open_until = self._clock() + self._pause_s * random.uniform(0.75, 1.25)
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
 
 
@@ -191,8 +197,8 @@ class IndexReader:
 class IndexPublisher:
     """A worker's side: tell Redis what this incarnation holds, soon but never at the cost of the worker.
 
-    `record` only notes; a task sends what changed in batches. The publisher keeps its own copy of what is held (16 bytes
-    a block), so after any loss - an error, a restart of Redis, an overflow - it simply states everything again.
+    `record` only notes; a task sends what changed in batches. The publisher keeps its own copy of what is held, so that
+    after any loss (an error, a restart of Redis, an overflow) it simply states everything again.
     """
 
     def __init__(
@@ -273,8 +279,7 @@ class IndexPublisher:
                 self._breaker.fail()
                 self._must_restate = True  # what arrived of the last batch is unknown
                 next_renewal = 0.0
-                while not self._breaker.can_try:
-                    await asyncio.sleep(FIRST_PAUSE_S / 2)
+                await asyncio.sleep(self._breaker.remaining_s)
 
     async def _wait_for_changes(self, timeout_s: float) -> None:
         try:

@@ -1,0 +1,198 @@
+"""The gateway: two ASGI applications over one live set of workers.
+
+    gateway = Gateway(config)
+    await gateway.start()                     # loads the tokenizer, looks for the index
+    gateway.workers.add(address)              # and `remove`, whenever the supervisor knows better
+    await gateway.wait_ready()
+    ... serve gateway.app on the public port, gateway.admin_app on the admin port ...
+    await gateway.stop(drain_s=30)            # new requests: 503; running ones: finished, or ended with an error event
+
+The applications may be served before `start`: they answer 503 until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from tandem.router import health
+from tandem.router.admission import Admission
+from tandem.router.auth import KeyCheck
+from tandem.router.config import GatewayConfig
+from tandem.router.dispatch import Dispatcher
+from tandem.router.errors import ApiError, internal_error, nobody_left, shutting_down
+from tandem.router.http import request_id
+from tandem.router.metrics import RouterMetrics
+from tandem.router.openai import chat, completions
+from tandem.router.openai.endpoint import LAST_WORDS_S, GenerationEndpoint, House, check_model
+from tandem.router.prefix_index import IndexReader
+from tandem.router.tokenizer import Tokenizer
+from tandem.router.workers import WorkerSet
+from tandem.workers.types import WorkerSnapshot
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """See the module. Everything happens on the event loop that calls `start`."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.metrics = RouterMetrics(self._snapshots)
+        self.workers = WorkerSet(
+            key=config.cluster_key,
+            peer="gateway",
+            heartbeat_s=config.heartbeat_s,
+            max_missed_heartbeats=config.max_missed_heartbeats,
+            on_snapshot=self.metrics.observe_snapshot,
+        )
+        self.admission = Admission(config.max_in_flight)
+        self.index: IndexReader | None = None
+        self.app: ASGIApp = KeyCheck(self._public_app(), config.api_keys)
+        self.admin_app: ASGIApp = self._admin_app()
+        self._house: House | None = None
+        self._created = int(time.time())
+
+    async def start(self) -> None:
+        """Raises `ModelError` when the tokenizer's files cannot be used."""
+        tokenizer = await asyncio.to_thread(Tokenizer, self.config.tokenizer_folder)
+        if self.config.redis_url is not None:
+            self.index = IndexReader(
+                self.config.redis_url, namespace=self.config.index_namespace, budget_s=self.config.index_budget_s
+            )
+            await self.index.start()
+        dispatcher = Dispatcher(self.config, self.workers, self.index, self.metrics)
+        closing: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
+        self._house = House(self.config, tokenizer, dispatcher, self.admission, self.metrics, closing)
+
+    async def wait_ready(self) -> None:
+        """Until every worker that the cluster was started with is alive and paired."""
+        while not health.is_complete(self.config, self.workers):
+            await self.workers.wait_changed()
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Take nothing new on, give what runs `drain_s` to finish, end the rest with an error."""
+        self.admission.is_draining = True
+        await self.admission.until_empty(drain_s)
+        if self._house is not None and not self._house.closing.done():
+            self._house.closing.set_result(shutting_down())
+            await self.admission.until_empty(LAST_WORDS_S)
+        await self.workers.close()
+        if self.index is not None:
+            await self.index.stop()
+
+    def _open_house(self) -> House:
+        if self._house is None:
+            raise nobody_left("The server is starting. Please try again.")
+        return self._house
+
+    def _snapshots(self) -> list[WorkerSnapshot]:
+        self.metrics.prefix_index_up.set(1 if self.is_index_up else 0)
+        return [link.snapshot for link in self.workers.ready() if link.snapshot is not None]
+
+    @property
+    def is_index_up(self) -> bool:
+        return self.index is not None and self.index.is_up
+
+    # Applications
+
+    def _public_app(self) -> FastAPI:
+        app = _bare_app()
+        chat_endpoint = GenerationEndpoint(self._open_house, parse=chat.parse, plan=chat.plan, form=chat.ChatFormat)
+        completion_endpoint = GenerationEndpoint(
+            self._open_house, parse=completions.parse, plan=completions.plan, form=completions.CompletionFormat
+        )
+        # plain ASGI: a response object between us and `send` would halve the number of events per second
+        app.router.routes.append(Route("/v1/chat/completions", chat_endpoint, methods=["POST"]))
+        app.router.routes.append(Route("/v1/completions", completion_endpoint, methods=["POST"]))
+
+        @app.get("/v1/models")
+        async def list_models() -> Response:
+            return JSONResponse({"object": "list", "data": [self._model()]})
+
+        @app.get("/v1/models/{model:path}")
+        async def get_model(model: str) -> Response:
+            check_model(model, self.config)
+            return JSONResponse(self._model())
+
+        self._add_health(app)
+        return app
+
+    def _admin_app(self) -> FastAPI:
+        app = _bare_app()
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        @app.get("/cluster")
+        async def cluster() -> Response:
+            return JSONResponse(health.describe_cluster(self.config, self.workers, redis_up=self.is_index_up))
+
+        self._add_health(app)
+        return app
+
+    def _add_health(self, app: FastAPI) -> None:
+        @app.get("/live")
+        async def live() -> Response:
+            return JSONResponse({"status": "live"})
+
+        @app.get("/health")
+        async def healthy() -> Response:
+            if self._house is not None and health.can_serve(self.workers):
+                return JSONResponse({"status": "healthy"})
+            return JSONResponse({"status": "unhealthy", "reasons": ["no worker that decodes is alive"]}, 503)
+
+        @app.get("/ready")
+        async def ready() -> Response:
+            reasons = health.missing_parts(self.config, self.workers, is_draining=self.admission.is_draining)
+            if self._house is None:
+                reasons.append("the tokenizer is being loaded")
+            if reasons:
+                return JSONResponse({"status": "not ready", "reasons": reasons}, 503)
+            return JSONResponse({"status": "ready"})
+
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self.config.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tandem",
+            "max_model_len": self.config.max_model_len,
+        }
+
+
+def _bare_app() -> FastAPI:
+    """FastAPI without its documentation pages, and with errors in the OpenAI shape."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        headers = dict(error.headers) | {"x-request-id": request_id(request.scope)}
+        return JSONResponse(error.body(), error.status, headers=headers)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {404: "There is nothing at this URL.", 405: "This URL does not take this method."}
+        known = ApiError(
+            error.status_code,
+            message.get(error.status_code, str(error.detail)),
+            code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
+            headers=tuple((error.headers or {}).items()),
+        )
+        return await on_api_error(request, known)
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        return await on_api_error(request, internal_error())
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)
+    return app

@@ -1,0 +1,60 @@
+"""Logprobs in the shapes of the two endpoints. Natural logarithms; -inf is written as -9999, as the API does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tandem.router.output import ScoredToken
+from tandem.router.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+
+
+def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion: per token its logprob, its bytes, and the most likely alternatives."""
+    return {"content": [_chat_token(tokenizer, token) for token in scored], "refusal": None}
+
+
+def _chat_token(tokenizer: Tokenizer, token: ScoredToken) -> dict[str, Any]:
+    alternatives = zip(token.logprobs.top_token_ids, token.logprobs.top_logprobs, strict=True)
+    return {
+        **_described(tokenizer, token.token_id, token.logprobs.logprob),
+        "top_logprobs": [_described(tokenizer, token_id, logprob) for token_id, logprob in alternatives],
+    }
+
+
+def _described(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    content = tokenizer.token_bytes(token_id)
+    return {"token": _shown(content, ""), "logprob": max(logprob, LOWEST), "bytes": list(content)}
+
+
+def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion: four lists, one entry per token each. The token itself is always among its
+    alternatives, so there may be one more of them than was asked for."""
+    return {
+        "tokens": [_name(tokenizer, token.token_id) for token in scored],
+        "token_logprobs": [max(token.logprobs.logprob, LOWEST) for token in scored],
+        "top_logprobs": [_alternatives(tokenizer, token) for token in scored],
+        "text_offset": [token.text_offset for token in scored],
+    }
+
+
+def _alternatives(tokenizer: Tokenizer, token: ScoredToken) -> dict[str, float]:
+    alternatives: dict[str, float] = {}
+    for token_id, logprob in zip(token.logprobs.top_token_ids, token.logprobs.top_logprobs, strict=True):
+        alternatives.setdefault(_name(tokenizer, token_id), max(logprob, LOWEST))
+    alternatives.setdefault(_name(tokenizer, token.token_id), max(token.logprobs.logprob, LOWEST))
+    return alternatives
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    return _shown(tokenizer.token_bytes(token_id), "bytes:")
+
+
+def _shown(content: bytes, prefix: str) -> str:
+    """The token as text; a part of a character as its bytes, which U+FFFD would make indistinguishable."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in content)

@@ -1,0 +1,76 @@
+"""What a request of either endpoint comes down to, once it is validated and tokenised."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from tandem.router.errors import ApiError
+from tandem.workers.types import Choice, Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Prompts as tokens, how to continue them, and how to show it."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams
+    num_choices: int = 1
+    """Answers per prompt."""
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    """A last chunk with the usage; whole answers always carry it."""
+    return_token_ids: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.num_choices
+
+    def requests(self, request_id: str) -> list[Request]:
+        """One per prompt, for the workers. The seed is shared: equal prompts with a seed get equal answers."""
+        choices = tuple(Choice(index=index) for index in range(self.num_choices))
+        return [
+            Request(
+                request_id=f"{request_id}-{position}" if len(self.prompts) > 1 else request_id,
+                prompt_token_ids=prompt,
+                sampling=self.sampling,
+                choices=choices,
+            )
+            for position, prompt in enumerate(self.prompts)
+        ]
+
+
+def resolve_seed(seed: int | None) -> int:
+    """Non-negative, 63 bits; drawn where the client gave none, so that a continued answer can go on with it."""
+    return secrets.randbits(63) if seed is None else seed % (1 << 63)
+
+
+def resolve_max_tokens(
+    asked: int | None, default: int | None, *, longest_prompt: int, max_model_len: int, param: str
+) -> int:
+    """The room for an answer. Raises `ApiError` context_length_exceeded, in the words that clients know.
+
+    `default`: taken when nothing was asked, and cut to the room; None means all the room there is.
+    """
+    room = max_model_len - longest_prompt
+    limit = f"This model's maximum context length is {max_model_len} tokens."
+    if room < 1:
+        raise ApiError(
+            400,
+            f"{limit} However, your {param} resulted in {longest_prompt} tokens, which leaves no room for an answer. "
+            f"Please reduce the length of the {param}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise ApiError(
+            400,
+            f"{limit} However, you requested {longest_prompt + asked} tokens ({longest_prompt} in the {param}, {asked} "
+            f"in the completion). Please reduce the length of the {param} or completion.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return asked

@@ -1,0 +1,202 @@
+"""A gateway on real sockets, a small tokenizer, and scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tandem.router.config import GatewayConfig
+from tandem.router.gateway import Gateway
+from tandem.router.scripted_worker import Script, ScriptedWorker, answering
+from tandem.router.tokenizer import Tokenizer
+from tandem.workers.types import Request
+
+KEY = b"cluster key of the tests"
+MODEL = "tiny"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TRAINING_TEXT = [
+    "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.",
+    "Once upon a time there was a small engine that could; it wrote one token after another.",
+    "Grüße aus Köln, 日本語のテキスト, emoji 🙂🙃 and café au lait.",
+]
+
+
+def save_byte_level_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer with ChatML tokens, as GPT-2, Llama 3, Qwen and SmolLM have."""
+    tokenizer = RawTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT * 20, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "unk_token": {"content": "<|endoftext|>", "lstrip": False, "rstrip": False},
+        "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_byte_level_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_folder)
+
+
+class QuietServer(uvicorn.Server):
+    """A server inside a test: signals stay pytest's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """The application on a loopback port; yields its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1)
+    server = QuietServer(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+@dataclass
+class House:
+    """A running gateway with its workers, as a test sees it."""
+
+    gateway: Gateway
+    url: str
+    admin_url: str
+    client: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    workers: dict[str, ScriptedWorker] = field(default_factory=dict)
+
+    async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
+        self.gateway.workers.add(await worker.start())
+        self.workers[worker.worker_id] = worker
+        await self.until(lambda: self.gateway.workers.get(worker.worker_id) is not None)
+        return worker
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110  what is watched is not ours to notify
+                await asyncio.sleep(0.005)
+
+    async def outcomes(self) -> dict[str, float]:
+        """Counts by outcome, once nothing is in the house any more; checked to add up."""
+        await self.gateway.admission.until_empty(2.0)
+        value = self.gateway.metrics.registry.get_sample_value
+        counts = {
+            outcome: value("tandem_requests_total", {"outcome": outcome}) or 0.0
+            for outcome in ("ok", "failed", "cancelled", "rejected")
+        }
+        assert value("tandem_requests_started_total") == sum(counts.values())
+        return {outcome: count for outcome, count in counts.items() if count}
+
+
+OpenHouse = Callable[..., Awaitable[House]]
+
+
+@pytest.fixture
+async def open_house(tokenizer_folder: Path) -> AsyncIterator[OpenHouse]:
+    """`await open_house(script, decode=1, prefill=1, **config)`: a gateway with scripted workers, serving."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def build(
+            script: Script | None = None,
+            *,
+            decode: int = 1,
+            prefill: int = 1,
+            **settings: Any,
+        ) -> House:
+            given = {
+                "model_name": MODEL,
+                "tokenizer_folder": tokenizer_folder,
+                "max_model_len": 512,
+                "cluster_key": KEY,
+                "num_decode": decode,
+                "num_prefill": prefill,
+                "heartbeat_s": 0.1,
+                "local_prefill_tokens": 4,
+            }
+            gateway = Gateway(GatewayConfig(**(given | settings)))
+            await gateway.start()
+            url = await stack.enter_async_context(serving(gateway.app))
+            admin_url = await stack.enter_async_context(serving(gateway.admin_app))
+            headers = {"authorization": f"Bearer {gateway.config.api_keys[0]}"} if gateway.config.api_keys else {}
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, headers=headers))
+            client = openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key=next(iter(gateway.config.api_keys), "none"), max_retries=0, timeout=10
+            )
+            stack.push_async_callback(client.close)
+            house = House(gateway, url, admin_url, client, http)
+
+            async def close() -> None:
+                await gateway.stop(0)
+                for worker in house.workers.values():
+                    await worker.stop()
+
+            stack.push_async_callback(close)
+            for number in range(prefill):
+                await house.add(ScriptedWorker(f"prefill-{number}", "prefill", key=KEY))
+            for number in range(decode):
+                await house.add(ScriptedWorker(f"decode-{number}", "decode", script, key=KEY))
+            if decode + prefill:
+                async with asyncio.timeout(5):
+                    await gateway.wait_ready()
+            return house
+
+        yield build
+
+
+@pytest.fixture
+def saying(tokenizer: Tokenizer) -> Callable[..., Script]:
+    """`saying("text", ...)`: a script that answers with this text and the end-of-sequence token."""
+
+    def build(text: str | Sequence[str], **how: Any) -> Script:
+        texts = [text] if isinstance(text, str) else list(text)
+        answers = [[*tokenizer.encode(each, add_special_tokens=False), tokenizer.eos_token_ids[0]] for each in texts]
+
+        def tokens_for(request: Request, choice: int) -> Sequence[int]:
+            return answers[choice % len(answers)]
+
+        return answering(tokens_for, **how)
+
+    return build
