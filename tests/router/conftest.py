@@ -54,7 +54,7 @@ def save_byte_level_tokenizer(folder: Path) -> None:
     settings = {
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
-        "unk_token": {"content": "<|endoftext|>", "lstrip": False, "rstrip": False},
+        "unk_token": {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False, "rstrip": False},
         "chat_template": CHAT_TEMPLATE,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
