@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ from tandem.workers.transfer.nccl_channel import Answer, Ask, Channel, Join, Put
 _PIECE_BYTES = 16 << 20
 _SERVE_TIMEOUT_S = 30.0
 """A reader that takes longer than this to read one answer, or to join, loses its link."""
+_PEER_CHECK_S = 0.05
 
 
 class _Description(msgspec.Struct, frozen=True, tag="nccl", forbid_unknown_fields=True):
@@ -245,6 +246,8 @@ class _Group:
 
     def __init__(self, channel: Channel, rank: int, host: str, device: torch.device, deadline: float) -> None:
         self._peer = 1 - rank
+        self._channel = channel
+        self._waiter = ThreadPoolExecutor(1, "transfer-nccl-wait")
         self._uses_nccl = device.type == "cuda"
         # The group keeps the store; its deadline is that of joining.
         store = SharedStore(channel, deadline)
@@ -263,9 +266,19 @@ class _Group:
     def close(self) -> None:
         if self._uses_nccl:
             self._group.abort()
+        self._waiter.shutdown(wait=False)
         del self._group
 
     def _finish(self, work: distributed.Work, deadline: float) -> None:
+        """Wait for the work, the deadline, or the peer's death, which neither library reports in the middle of a
+        message: gloo waits to its timeout (measured), NCCL without end. The channel knows at once."""
+        waiting = self._waiter.submit(self._wait, work, deadline)
+        while not wait([waiting], min(_PEER_CHECK_S, remaining_s(deadline))).done:
+            if not self._channel.is_open():
+                raise ConnectionError("the connection has ended")
+        waiting.result()
+
+    def _wait(self, work: distributed.Work, deadline: float) -> None:
         if not self._uses_nccl:
             work.wait(timedelta(seconds=max(remaining_s(deadline), 0.001)))
             return

@@ -78,6 +78,16 @@ class Channel:
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ConnectionError("malformed frame") from error
 
+    def is_open(self) -> bool:
+        """Whether the peer's end still stands, as far as this host knows."""
+        self._socket.setblocking(False)
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def abort(self) -> None:
         """End the connection; calls in progress at both ends fail."""
         try:
