@@ -155,7 +155,7 @@ def _llama3_parameters(file: GgufFile, theta: float, head_dim: int) -> dict[str,
             return {
                 "rope_type": "llama3",
                 "rope_theta": theta,
-                "factor": float(str(np.float32(factor))),
+                "factor": float(f"{factor:.6g}"),  # float32, perhaps computed
                 "low_freq_factor": 1.0,
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,

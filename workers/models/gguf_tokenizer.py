@@ -170,7 +170,6 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[s
 
 def _bpe(file: GgufFile, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     vocab = _vocab(file)
-    vocab = _vocab(file)
     try:
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # the package raises nothing narrower, for example for a merge outside the vocabulary
