@@ -26,12 +26,22 @@ from tandem.kernels.reference_sampling import sample
 
 _ROW_TILE = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}
 """Rows of one GEMM call. bfloat16 has matrix units, where 64 rows cost about what 4 do."""
+_ROWS_IN_CACHE = 64
+"""Rows of one element-wise pass: temporaries as long as a whole chunk cost more in page faults than in maths."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ReferenceLinear(PackedLinear):
-    weight: Tensor
+    weight: Tensor  # [out_features, in_features], or what oneDNN made of it
     bias: Tensor | None
+    is_prepacked: bool
+
+    def tile(self, rows: Tensor) -> Tensor:
+        """One GEMM of the fixed shape."""
+        if self.is_prepacked:
+            result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+            return result
+        return F.linear(rows, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +86,11 @@ class ReferenceOps:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         out_features, in_features = weight.shape
-        return _ReferenceLinear(in_features, out_features, weight.contiguous(), bias)
+        weight = weight.contiguous()
+        can_prepack = weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        if can_prepack:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROW_TILE[weight.dtype])
+        return _ReferenceLinear(in_features, out_features, weight, bias, can_prepack)
 
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
         assert isinstance(packed, _ReferenceLinear)
@@ -88,14 +102,17 @@ class ReferenceOps:
             missing = tile - rows.shape[0]
             if missing:
                 rows = F.pad(rows, (0, 0, 0, missing))
-            result = F.linear(rows, packed.weight, packed.bias)
-            out[start : start + tile] = result[: tile - missing]
+            out[start : start + tile] = packed.tile(rows)[: tile - missing]
         return out
 
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        denominator = torch.exp(-gate).add_(1.0)
-        return _deliver((gate / denominator).mul_(up).to(gate_up.dtype), out)
+        num_rows, width = gate_up.shape
+        if out is None:
+            out = gate_up.new_empty(num_rows, width // 2)
+        for start in range(0, num_rows, _ROWS_IN_CACHE):
+            gate, up = gate_up[start : start + _ROWS_IN_CACHE].float().chunk(2, dim=-1)
+            out[start : start + _ROWS_IN_CACHE] = (gate / torch.exp(-gate).add_(1.0)).mul_(up)
+        return out
 
     def plan_step(self, layout: StepLayout, kv_cache: Tensor, num_heads: int) -> StepPlan:
         _, num_kv_heads, num_layers, _, block_size, _ = kv_cache.shape
@@ -121,7 +138,7 @@ class ReferenceOps:
         _, num_kv_heads, _, _, block_size, head_dim = kv_cache.shape
         heads = qkv.view(qkv.shape[0], -1, head_dim)  # [T, H + 2 * KVH, D]
         num_heads = heads.shape[1] - 2 * num_kv_heads
-        query, key, value = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), dim=1)
+        query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if qk_norm is not None:
             query = self.rms_norm(query, qk_norm.q_weight, qk_norm.eps)
             key = self.rms_norm(key, qk_norm.k_weight, qk_norm.eps)

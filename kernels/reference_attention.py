@@ -16,6 +16,7 @@ because their query tiles share K and V.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +65,17 @@ class AttentionPlan:
     groups: list[_Group]
     tile_len: int  # positions in a query tile
     kv_tile: int  # positions in a KV tile
-    scratch: list[Tensor] = field(default_factory=list)
+    scratch: dict[str, Tensor] = field(default_factory=dict)  # buffers that all layers share, by use
+
+    def buffer(self, use: str, shape: tuple[int, ...]) -> Tensor:
+        """An uninitialised float32 tensor, valid until the next call with the same `use`.
+
+        Fresh tensors of this size would come from new pages each time, which costs more than the maths on them.
+        """
+        size = math.prod(shape)
+        if use not in self.scratch or self.scratch[use].numel() < size:
+            self.scratch[use] = torch.empty(size)
+        return self.scratch[use][:size].view(shape)
 
 
 def plan_attention(layout: StepLayout, kv_cache: Tensor, num_heads: int) -> AttentionPlan:
@@ -198,9 +209,9 @@ def _attend_group(
     total = torch.zeros_like(maximum)
     result = torch.zeros_like(query)
     for step in group.steps[window]:
-        keys, values = _read_tile(kv_cache, layer, step, num_kv_heads)
+        keys, values = _read_tile(kv_cache, layer, plan, step, num_kv_heads)
         part = (step.seqs, slice(None), step.tiles)
-        scores = _multiply(query[part], keys.transpose(-1, -2))
+        scores = _multiply(query[part], keys.transpose(-1, -2), plan, "scores")
         if step.bias is not None:
             scores += step.bias
         new_maximum = torch.maximum(maximum[part], scores.amax(-1, keepdim=True))
@@ -208,11 +219,13 @@ def _attend_group(
         decay = torch.exp(maximum[part] - new_maximum)
         maximum[part] = new_maximum
         total[part] = (total[part] * decay).add_(weights.sum(-1, keepdim=True))
-        result[part] = (result[part] * decay).add_(_multiply(weights, values))
+        result[part] = (result[part] * decay).add_(_multiply(weights, values, plan, "product"))
     return result.div_(total)
 
 
-def _read_tile(kv_cache: Tensor, layer: int, step: _Step, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+def _read_tile(
+    kv_cache: Tensor, layer: int, plan: AttentionPlan, step: _Step, num_kv_heads: int
+) -> tuple[Tensor, Tensor]:
     """K and V of one KV tile as float32 [num_seqs, num_kv_heads, kv_tile, D]; zero behind the context."""
     block_size, head_dim = kv_cache.shape[4:]
     num_seqs = step.seqs.stop
@@ -221,8 +234,11 @@ def _read_tile(kv_cache: Tensor, layer: int, step: _Step, num_kv_heads: int) -> 
     if step.keep is not None:
         words &= step.keep
     both = words.view(kv_cache.dtype)  # [S, KVH, blocks, 2, block_size, D]
-    shape = (num_seqs, num_kv_heads, -1, head_dim)
-    return both[:, :, :, 0].float().reshape(shape), both[:, :, :, 1].float().reshape(shape)
+    keys = plan.buffer("keys", (num_seqs, num_kv_heads, plan.kv_tile, head_dim))
+    values = plan.buffer("values", keys.shape)
+    keys.view(both[:, :, :, 0].shape).copy_(both[:, :, :, 0])
+    values.view(both[:, :, :, 1].shape).copy_(both[:, :, :, 1])
+    return keys, values
 
 
 def _row_words(kv_cache: Tensor) -> int:
@@ -230,11 +246,14 @@ def _row_words(kv_cache: Tensor) -> int:
     return 2 * kv_cache.shape[4] * kv_cache.shape[5] * kv_cache.element_size() // 4
 
 
-def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """left [S, KVH, tiles, rows, X] times right [S, KVH, X, Y], shared by the tiles -> [S, KVH, tiles, rows, Y]."""
+def _multiply(left: Tensor, right: Tensor, plan: AttentionPlan, use: str) -> Tensor:
+    """left [S, KVH, tiles, rows, X] times right [S, KVH, X, Y], shared by the tiles -> [S, KVH, tiles, rows, Y].
+
+    The result is `plan`'s buffer of that use.
+    """
     num_seqs, num_kv_heads, num_tiles, rows, _ = left.shape
     inner, columns = right.shape[-2:]
-    product = left.new_empty(num_seqs, num_kv_heads, num_tiles, rows, columns)
+    product = plan.buffer(use, (num_seqs, num_kv_heads, num_tiles, rows, columns))
     if num_tiles == 1:
         torch.bmm(left.flatten(0, 2), right.flatten(0, 1), out=product.flatten(0, 2))
         return product

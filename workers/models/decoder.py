@@ -28,6 +28,19 @@ class _Layer:
     down: PackedLinear
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Workspace:
+    """The activations of one step, reused by every layer."""
+
+    x: Tensor  # [num_tokens, hidden]
+    qkv: Tensor  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    query: Tensor  # [num_tokens, num_heads, head_dim]
+    attended: Tensor  # [num_tokens, num_heads * head_dim]
+    gate_up: Tensor  # [num_tokens, 2 * intermediate]
+    activated: Tensor  # [num_tokens, intermediate]
+    projected: Tensor  # [num_tokens, hidden]
+
+
 class Decoder:
     """A model ready to run. Holds packed weights and the rotary table; the KV cache is the caller's."""
 
@@ -67,16 +80,33 @@ class Decoder:
         cos = ops.embedding(plan.layout.positions, self._rope.cos)
         sin = ops.embedding(plan.layout.positions, self._rope.sin)
         residual = ops.embedding(token_ids, self._embedding)
-        x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        work = self._make_workspace(token_ids.shape[0], residual)
+        ops.rms_norm(residual, self._layers[0].input_norm, eps, out=work.x)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            qkv = ops.linear(x, layer.qkv)
-            query = ops.rope_and_write_kv(qkv, cos, sin, layer.qk_norm, kv_cache, index, plan)
-            attended = ops.paged_attention(query, kv_cache, index, plan, scale, layer.window)
-            x = ops.add_rms_norm(ops.linear(attended, layer.output), residual, layer.post_norm, eps)
-            x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
-            x = ops.add_rms_norm(x, residual, next_norm, eps)
-        return x
+            ops.linear(work.x, layer.qkv, out=work.qkv)
+            ops.rope_and_write_kv(work.qkv, cos, sin, layer.qk_norm, kv_cache, index, plan, out=work.query)
+            ops.paged_attention(work.query, kv_cache, index, plan, scale, layer.window, out=work.attended)
+            ops.linear(work.attended, layer.output, out=work.projected)
+            ops.add_rms_norm(work.projected, residual, layer.post_norm, eps, out=work.x)
+            ops.linear(work.x, layer.gate_up, out=work.gate_up)
+            ops.silu_mul(work.gate_up, out=work.activated)
+            ops.linear(work.activated, layer.down, out=work.projected)
+            ops.add_rms_norm(work.projected, residual, next_norm, eps, out=work.x)
+        return work.x
+
+    def _make_workspace(self, num_tokens: int, like: Tensor) -> _Workspace:
+        config = self._config
+        query_size = config.num_heads * config.head_dim
+        return _Workspace(
+            x=like.new_empty(num_tokens, config.hidden_size),
+            qkv=like.new_empty(num_tokens, query_size + 2 * config.num_kv_heads * config.head_dim),
+            query=like.new_empty(num_tokens, config.num_heads, config.head_dim),
+            attended=like.new_empty(num_tokens, query_size),
+            gate_up=like.new_empty(num_tokens, 2 * config.intermediate_size),
+            activated=like.new_empty(num_tokens, config.intermediate_size),
+            projected=like.new_empty(num_tokens, config.hidden_size),
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the vocabulary. hidden [num_rows, hidden], as `forward` returns them -> [num_rows, vocab]."""
