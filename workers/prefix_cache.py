@@ -36,7 +36,8 @@ class PrefixCache:
         self._by_key: dict[bytes, Node] = {}
         self._by_block: dict[int, Node] = {}
         self._idle_leaves: list[tuple[int, int]] = []
-        """Heap of (last_used, block id). Entries go stale when a node is used again or gets a child; checked on pop."""
+        """Heap of (last_used, block id). An entry is stale when its node was used again since; checked on pop. (An idle
+        node gets no children: whoever adds one owns the parent.)"""
         self._tick = 0
         self.num_idle = 0
 
@@ -104,7 +105,7 @@ class PrefixCache:
         while True:
             last_used, block_id = heapq.heappop(self._idle_leaves)
             node = self._by_block.get(block_id)
-            if node is not None and node.last_used == last_used and node.num_children == 0:
+            if node is not None and node.last_used == last_used:
                 break
         del self._by_key[node.key], self._by_block[block_id]
         self.num_idle -= 1

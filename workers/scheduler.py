@@ -1,9 +1,9 @@
 """What the next step computes, and who owns blocks for it: queues and blocks, no tensors, no clocks, no I/O.
 
-First come, first served, by arrival. A sequence is admitted when blocks for all its tokens can be had at once; later it
-grows by one block at a time. When a growing sequence finds no block, the youngest running one is preempted: its blocks
-stay cached, it keeps its place in arrival order, and it computes the rest again. The oldest is never preempted for a
-younger one, so somebody always gets on.
+First come, first served, by arrival. A sequence is admitted when blocks for all its tokens can be had at once, and one
+more for each that runs already; later it grows by one block at a time. When a growing sequence finds no block, the
+youngest running one is preempted: its blocks stay cached, it keeps its place in arrival order, and it computes the rest
+again. The oldest is never preempted for a younger one, so somebody always gets on.
 
 While a step is in flight (between `schedule` and the last `advance`), only `schedule` itself is out of bounds: no other
 method frees a block of a sequence that is `in_flight`, or changes its lists.
@@ -222,7 +222,7 @@ class Scheduler:
         self._extend_keys(sequence, num_matchable)
         matched = self.cache.match(sequence.block_keys[:num_matchable], sequence.token_ids)
         num_new = -(-num_tokens // self.block_size) - len(matched)
-        if num_new > self.pool.num_available - self.pool.count_idle(matched):
+        if num_new + self._headroom(sequence) > self.pool.num_available - self.pool.count_idle(matched):
             return False
         self.pool.share(matched)
         sequence.block_ids = matched + self.pool.allocate(num_new)
@@ -230,6 +230,11 @@ class Scheduler:
         sequence.num_registered = len(matched)
         self._join(sequence)
         return True
+
+    def _headroom(self, newcomer: Sequence) -> int:
+        """Blocks to leave free: one for each that may grow. Without it, an overloaded worker admits and preempts in
+        turn, and computes 13 % of its tokens twice (README.md). Sequences with `hold` do not grow."""
+        return 0 if newcomer.hold else len(self.running) + len(self.incoming)
 
     def _join(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)

@@ -121,36 +121,48 @@ def test_cached_prefix_is_not_computed_again(make_bench: MakeBench) -> None:
 
 
 def test_same_prompt_twice_in_one_step_ends_in_one_copy(make_bench: MakeBench) -> None:
-    bench = make_bench(6, max_num_batched_tokens=64)
+    bench = make_bench(7, max_num_batched_tokens=64)
     one, two = bench.add(list(range(12))), bench.add(list(range(12)))
     assert bench.step() == [(0, 12), (1, 12)]
     assert one.block_ids == two.block_ids
-    assert bench.pool.counts().free == 3
+    assert bench.pool.counts().free == 4
+
+
+def test_newcomers_leave_room_for_the_running_to_grow(make_bench: MakeBench) -> None:
+    bench = make_bench(7, max_num_batched_tokens=64)
+    bench.add(12)
+    newcomer = bench.add(13)
+    assert bench.step() == [(0, 12)], "4 of the 4 free blocks would leave none for the first"
+    bench.scheduler.remove(bench.scheduler.running.oldest, Status.FINISHED)
+    assert bench.step() == [(newcomer.order, 13)], "nobody runs: nothing need be left"
 
 
 def test_youngest_is_preempted_and_keeps_its_blocks_cached(make_bench: MakeBench) -> None:
-    bench = make_bench(6, max_num_batched_tokens=64)
-    old, young = bench.add(12), bench.add(11)
-    bench.step()  # both sample; the old one needs a fourth block for its next token
+    bench = make_bench(7, max_num_batched_tokens=64)
+    old, young = bench.add(12), bench.add(12)
+    assert bench.step() == [(0, 12), (1, 12)]  # both need a fourth block now, and one is free
     assert bench.step() == [(0, 1)]
     assert young.status is Status.WAITING
     assert young.block_ids == []
-    assert bench.pool.counts().cached == 2, "its two full blocks; the third was taken"
+    assert bench.pool.counts().cached == 3
     assert bench.scheduler.num_preemptions == 1
+    for _ in range(4):
+        assert bench.step() == [(0, 1)]
+    assert bench.pool.counts().cached == 2, "the old one took a fifth"
     bench.scheduler.remove(old, Status.FINISHED)
-    assert bench.step() == [(1, 4)], "eight of its twelve tokens were still cached"
+    assert bench.step() == [(1, 5)], "eight of its thirteen tokens were still cached"
     assert bench.step() == [(1, 1)]
 
 
 def test_preempted_goes_before_those_that_came_later(make_bench: MakeBench) -> None:
-    bench = make_bench(6, max_num_batched_tokens=64)
-    old, young = bench.add(12), bench.add(11)
+    bench = make_bench(7, max_num_batched_tokens=64)
+    old, young = bench.add(12), bench.add(12)
     bench.step()
     late = bench.add(4)
     bench.step()
     assert list(bench.scheduler.waiting) == [young, late]
     bench.scheduler.remove(old, Status.FINISHED)
-    assert bench.step() == [(young.order, 4), (late.order, 4)]
+    assert bench.step() == [(young.order, 1), (late.order, 4)]
 
 
 def test_sequences_that_hold_published_blocks_are_not_preempted(make_bench: MakeBench) -> None:
