@@ -42,7 +42,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster_key: bytes = b""
     """Authenticates connections and keys the block hashes. Must be the same on every worker and gateway."""
     lease_s: float = 30.0
-    lease_renew_s: float = 5.0
+    heartbeat_s: float = 1.0
+    """Between a decode worker's renewals of its leases. A prefill worker that is silent for three of them is lost."""
     pull_timeout_s: float = 10.0
     local_prefill_tokens: int = 64
     """A decode worker prefills itself when at most this many prompt tokens are missing."""

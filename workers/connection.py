@@ -53,6 +53,14 @@ class Connection:
             self.abort()
             raise WorkerUnavailable("the peer does not read")
 
+    def post(self, message: Message) -> bool:
+        """Like `send`, but a stream that has ended is no error: its end is noticed by whoever receives. False then."""
+        try:
+            self.send(message)
+        except WorkerUnavailable:
+            return False
+        return True
+
     async def drain(self) -> None:
         """Wait until the peer has taken most of what was sent."""
         try:

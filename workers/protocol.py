@@ -22,10 +22,12 @@ on a gateway's connection to a prefill worker:
 and on a decode worker's connection to a prefill worker (one connection carries many requests):
 
     decode  -> Describe, Prefill, Renew, Confirm, Cancel
-    prefill -> Description, TicketPart, Confirmed, Failed
+    prefill -> Description, TicketPart, Renewed, Confirmed, Failed
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -170,10 +172,7 @@ class Pong(Message, frozen=True, kw_only=True):
 
 
 class Describe(Message, frozen=True, kw_only=True):
-    """Who are you, and how do I read your pool? The asker's own description comes along for two-sided transports."""
-
-    identity: ModelIdentity
-    transfer: bytes
+    """Who are you, and how do I read your pool?"""
 
 
 class Prefill(Message, frozen=True, kw_only=True):
@@ -189,15 +188,18 @@ class Prefill(Message, frozen=True, kw_only=True):
 
 
 class Renew(Message, frozen=True, kw_only=True):
-    """Extend the leases of these requests by their full length from now."""
+    """Extend the leases of these requests by their full length from now. Sent every second: it is also the heartbeat of
+    the link, and always answered."""
 
     request_ids: tuple[str, ...]
 
 
 class Confirm(Message, frozen=True, kw_only=True):
-    """Everything is pulled. Did the lease hold throughout? Ends the lease either way."""
+    """Everything is pulled: these blocks, at these generations. Did the promise hold throughout? Ends the lease."""
 
     request_id: str
+    blocks: tuple[tuple[int, int], ...]
+    """(block id, generation) as in the ticket."""
 
 
 # Prefill -> decode
@@ -205,21 +207,26 @@ class Confirm(Message, frozen=True, kw_only=True):
 
 class Description(Message, frozen=True, kw_only=True):
     identity: ModelIdentity
+    transfer_name: str
     transfer: bytes
     """Opaque to all but the transfer backend of the same name."""
-    transfer_name: str
     probe_block: int
-    probe_num_blocks: int
-    """Blocks that hold the known pattern of `transfer.base.probe_pattern`, for the first measured pull."""
+    """The first of NUM_PROBE_BLOCKS blocks that hold the known pattern of `transfer.base.probe_pattern`."""
 
 
 class TicketPart(Message, frozen=True, kw_only=True):
     ticket: KVTicket
 
 
+class Renewed(Message, frozen=True, kw_only=True):
+    pass
+
+
 class Confirmed(Message, frozen=True, kw_only=True):
+    """`broken` is None when the lease held and no block was given away; else nothing that was pulled may be used."""
+
     request_id: str
-    held: bool
+    broken: Literal["lease", "generation"] | None = None
 
 
 AnyMessage = (
@@ -227,7 +234,7 @@ AnyMessage = (
     | Submit | Cancel | FinishChoice | UsePrefill | Pair | Ping
     | Started | Tokens | Failed | NeedPrefill | Paired | Pong
     | Describe | Prefill | Renew | Confirm
-    | Description | TicketPart | Confirmed
+    | Description | TicketPart | Renewed | Confirmed
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

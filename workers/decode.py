@@ -1,0 +1,344 @@
+"""The decode worker: owns every request from `Submit` to its one terminal message.
+
+    Submit ─> engine ─┬─ prompt missing, a prefill worker is named ─> handover ─┬─> joins the batch ─> Tokens ... finish
+                      └─ little is missing, or nobody is left ─> prefills here ─┘
+
+The same class serves the aggregated role: then no prefill worker is ever named, and nothing is handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.workers.connection import Connection
+from tandem.workers.engine import Engine, StepOutput
+from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
+from tandem.workers.handover import Delivered, Handover
+from tandem.workers.kv_cache import KVCache
+from tandem.workers.metrics import WorkerMetrics
+from tandem.workers.peers import PrefillPeers
+from tandem.workers.protocol import (
+    AnyMessage,
+    Cancel,
+    Failed,
+    FinishChoice,
+    NeedPrefill,
+    Pair,
+    Paired,
+    Started,
+    Submit,
+    Tokens,
+    UsePrefill,
+)
+from tandem.workers.sequence import Sequence
+from tandem.workers.transfer.base import PullTimeout, Transfer
+from tandem.workers.types import Request, TokenChunk, WorkerAddress
+
+logger = logging.getLogger(__name__)
+
+NEED_PREFILL_TIMEOUT_S = 5.0
+"""How long the gateway may think about another prefill worker before this one reads the prompt itself."""
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that this worker owns. `engine_id` is its name inside this worker: two gateways may use the same id."""
+
+    connection: Connection
+    request: Request
+    engine_id: str
+    prefill: WorkerAddress | None
+    sequences: list[Sequence] = field(default_factory=list)
+    open_choices: set[int] = field(default_factory=set)
+    is_started: bool = False
+    deadline: asyncio.TimerHandle | None = None
+    handover: asyncio.Task[None] | None = None
+    delivered: Delivered | None = None
+    replacement: asyncio.Future[WorkerAddress | None] | None = None
+    """Set while the gateway is asked for another prefill worker."""
+
+
+class DecodeWorker:
+    """Answers gateways. Runs on the worker's event loop, next to the engine that it feeds."""
+
+    def __init__(
+        self,
+        address: WorkerAddress,
+        engine: Engine,
+        kv_cache: KVCache,
+        transfer: Transfer,
+        peers: PrefillPeers,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.address = address
+        self.engine = engine
+        self.kv_cache = kv_cache
+        self.transfer = transfer
+        self.peers = peers
+        self.metrics = metrics
+        self._requests: dict[tuple[Connection, str], ActiveRequest] = {}
+        self._by_engine_id: dict[str, ActiveRequest] = {}
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        await self.peers.run()
+
+    def handle(self, connection: Connection, message: AnyMessage) -> None:
+        match message:
+            case Submit():
+                self._submit(connection, message)
+            case Cancel():
+                if active := self._requests.get((connection, message.request_id)):
+                    self._cancel(active)
+            case FinishChoice():
+                if active := self._requests.get((connection, message.request_id)):
+                    self._finish_choice(active, message.choice)
+            case UsePrefill():
+                active = self._requests.get((connection, message.request_id))
+                if active is not None and active.replacement is not None and not active.replacement.done():
+                    active.replacement.set_result(message.prefill)
+            case Pair():
+                for address in message.prefill:
+                    self._spawn(self._pair(connection, address), f"pair with {address.worker_id}")
+            case _:
+                raise ProtocolError(f"a decode worker does not take {type(message).__name__}")
+
+    def connection_lost(self, connection: Connection) -> None:
+        for active in [active for active in self._requests.values() if active.connection is connection]:
+            self._cancel(active)
+
+    async def close(self) -> None:
+        """End what is under way; blocks that a pull may still write stay unused, since the worker is going."""
+        for active in list(self._requests.values()):
+            self._cancel(active)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.peers.close()
+
+    def on_outputs(self, outputs: list[StepOutput]) -> None:
+        """A step ended: one frame per gateway connection carries the tokens of all its requests."""
+        chunks: dict[Connection, list[TokenChunk]] = defaultdict(list)
+        for output in outputs:
+            active = self._by_engine_id.get(output.sequence.request_id)
+            if active is None:
+                continue
+            if output.error is not None:
+                self._fail(active, output.error, retryable=True)
+            elif output.token is not None:
+                self._start(active)
+                chunks[active.connection].append(_chunk(active, output))
+                if output.finish_reason is not None:
+                    self._close_choice(active, output.sequence.choice)
+        for connection, batch in chunks.items():
+            connection.post(Tokens(chunks=tuple(batch)))
+
+    def on_incoming(self, sequence: Sequence) -> None:
+        """The engine admitted a sequence whose KV somebody else is to compute."""
+        active = self._by_engine_id[sequence.request_id]
+        handover = self._spawn(self._receive(active, sequence), f"handover {sequence.request_id}")
+        # However it ends, even before it began: a cancelled sequence's blocks are given back when no pull is left.
+        handover.add_done_callback(lambda _: self.engine.release_incoming(sequence))
+        active.handover = handover
+
+    # A request's beginning and end
+
+    def _submit(self, connection: Connection, message: Submit) -> None:
+        request = message.request
+        if (connection, request.request_id) in self._requests:
+            raise ProtocolError(f"request id {request.request_id!r} is in use on this connection")
+        engine_id = f"{self.address.worker_id}.{self.address.epoch}.{next(self._numbers)}"
+        active = ActiveRequest(connection, request, engine_id, message.prefill)
+        renamed = Request(
+            request_id=engine_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            choices=request.choices,
+            salt=request.salt,
+        )
+        try:
+            active.sequences = self.engine.add(renamed, wants_remote=message.prefill is not None)
+        except RequestError as error:
+            self._send_failed(active, str(error), retryable=False, param=error.param, code=error.code)
+            return
+        active.open_choices = {choice.index for choice in request.choices}
+        self._requests[connection, request.request_id] = active
+        self._by_engine_id[engine_id] = active
+        if message.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            active.deadline = loop.call_later(message.timeout_s, self._fail, active, "the deadline has passed")
+
+    def _start(self, active: ActiveRequest) -> None:
+        """Before the first token: say which way the prompt was read. The first choice is the one that read it."""
+        if active.is_started:
+            return
+        active.is_started = True
+        sequence, delivered = active.sequences[0], active.delivered
+        queued_s = (sequence.admitted_at or sequence.queued_at) - sequence.queued_at
+        handover_s = None
+        if delivered is not None:
+            handover_s = (sequence.joined_at or delivered.prefill_ended_at) - delivered.prefill_ended_at
+            self.metrics.observe("handover_seconds", handover_s)
+        self.metrics.observe("queue_seconds", queued_s)
+        active.connection.post(
+            Started(
+                request_id=active.request.request_id,
+                path="local" if delivered is None else "remote",
+                prefill_worker=self.address.worker_id if active.prefill is None else active.prefill.worker_id,
+                decode_worker=self.address.worker_id,
+                cached_tokens=sequence.num_cached_tokens if delivered is None else delivered.cached_tokens,
+                queue_s=queued_s,
+                handover_s=handover_s,
+            )
+        )
+
+    def _close_choice(self, active: ActiveRequest, choice: int) -> None:
+        active.open_choices.discard(choice)
+        if not active.open_choices:
+            self._forget(active)
+
+    def _finish_choice(self, active: ActiveRequest, choice: int) -> None:
+        if choice in active.open_choices:
+            self._stop(active, choice)
+            self._close_choice(active, choice)
+
+    def _cancel(self, active: ActiveRequest) -> None:
+        """Free every block here, now or when the pull in flight has ended, and on the prefill worker."""
+        self._forget(active)
+        self._stop(active)
+
+    def _stop(self, active: ActiveRequest, choice: int | None = None) -> None:
+        if self.engine.cancel(active.engine_id, choice) and active.handover is not None:
+            active.handover.cancel()
+
+    def _fail(self, active: ActiveRequest, message: str, *, retryable: bool = False) -> None:
+        self._cancel(active)
+        self._send_failed(active, message, retryable=retryable)
+
+    def _forget(self, active: ActiveRequest) -> None:
+        self._requests.pop((active.connection, active.request.request_id), None)
+        self._by_engine_id.pop(active.engine_id, None)
+        if active.deadline is not None:
+            active.deadline.cancel()
+
+    def _send_failed(
+        self,
+        active: ActiveRequest,
+        message: str,
+        *,
+        retryable: bool,
+        param: str | None = None,
+        code: str = "internal_error",
+    ) -> None:
+        active.connection.post(
+            Failed(request_id=active.request.request_id, message=message, retryable=retryable, param=param, code=code)
+        )
+
+    # Handover
+
+    async def _receive(self, active: ActiveRequest, sequence: Sequence) -> None:
+        """Get the sequence's KV from one prefill worker after another; if none can, compute it here."""
+        for attempt in itertools.count():
+            if active.prefill is None:
+                break
+            handover = self._handover(f"{active.engine_id}.{attempt}", active, sequence)
+            try:
+                active.delivered = await handover.run(self.peers, active.prefill)
+            except TransferError as error:
+                self._count_failure(active, error)
+                if isinstance(error, PullTimeout) and not self._set_aside(sequence, handover.pulling, error):
+                    active.prefill = None
+                    return  # back in the queue: it computes everything here
+                if sequence.is_finished:
+                    return
+                active.prefill = await self._next_prefill(active, error)
+            else:
+                output = self.engine.handover_finished(sequence, active.delivered.first_token)
+                if output is not None:
+                    self.on_outputs([output])
+                return
+        self.engine.handover_abandoned(sequence, sequence.num_computed)
+
+    def _handover(self, handover_id: str, active: ActiveRequest, sequence: Sequence) -> Handover:
+        return Handover(
+            handover_id,
+            sequence,
+            active.request.salt,
+            kv_cache=self.kv_cache,
+            transfer=self.transfer,
+            metrics=self.metrics,
+            pull_timeout_s=self.engine.config.pull_timeout_s,
+        )
+
+    def _count_failure(self, active: ActiveRequest, error: TransferError) -> None:
+        logger.warning("handover of request %s failed (%s): %s", active.request.request_id, error.reason, error)
+        self.metrics.count("kv_transfer_failures_total", reason=error.reason)
+
+    def _set_aside(self, sequence: Sequence, block_ids: list[int], error: PullTimeout) -> bool:
+        """The pull may still write into these blocks: nobody gets them before it has settled."""
+
+        async def end_quarantine() -> None:
+            await error.settled
+            self.engine.end_quarantine(block_ids)
+
+        is_alive = self.engine.quarantine(sequence, block_ids)
+        self._spawn(end_quarantine(), "end of quarantine")
+        return is_alive
+
+    async def _next_prefill(self, active: ActiveRequest, error: TransferError) -> WorkerAddress | None:
+        """Who else? Only a worker that is lost or refuses is replaced; after any other failure we compute here."""
+        assert active.prefill is not None
+        if error.reason not in ("disconnect", "refused", "timeout"):
+            return None
+        active.replacement = asyncio.get_running_loop().create_future()
+        question = NeedPrefill(
+            request_id=active.request.request_id, failed_worker=active.prefill.worker_id, reason=error.reason
+        )
+        active.connection.post(question)
+        try:
+            async with asyncio.timeout(NEED_PREFILL_TIMEOUT_S):
+                return await active.replacement
+        except TimeoutError:
+            return None
+
+    async def _pair(self, connection: Connection, address: WorkerAddress) -> None:
+        try:
+            peer = await self.peers.get(address)
+        except (PairingError, ProtocolError, WorkerUnavailable) as error:
+            logger.warning("pairing with %s failed: %s", address.worker_id, error)
+            connection.post(Paired(prefill_worker=address.worker_id, error=str(error)))
+            return
+        path = peer.path
+        connection.post(
+            Paired(prefill_worker=address.worker_id, transport=path.transport, gigabytes_per_s=path.gigabytes_per_s)
+        )
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that is kept until it ends, and whose unexpected end is seen."""
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s ended unexpectedly", task.get_name(), exc_info=error)
+
+
+def _chunk(active: ActiveRequest, output: StepOutput) -> TokenChunk:
+    assert output.token is not None
+    logprobs = output.token.logprobs
+    return TokenChunk(
+        request_id=active.request.request_id,
+        choice=output.sequence.choice,
+        token_ids=(output.token.token_id,),
+        finish_reason=output.finish_reason,
+        logprobs=None if logprobs is None else (logprobs,),
+    )

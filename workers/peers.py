@@ -1,0 +1,215 @@
+"""A decode worker's links to prefill workers: one connection per incarnation, paired once, shared by all handovers.
+
+Pairing compares what KV depends on, then moves a known pattern through the real path and measures it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from tandem.workers.connection import Connection, connect
+from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
+from tandem.workers.kv_cache import KVCache
+from tandem.workers.protocol import Confirmed, Describe, Description, Failed, Message, Renew, Renewed, TicketPart
+from tandem.workers.transfer.base import NUM_PROBE_BLOCKS, Transfer, probe_pattern
+from tandem.workers.types import ModelIdentity, WorkerAddress
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 10.0
+MAX_MISSED_BEATS = 3
+
+PrefillAnswer = TicketPart | Confirmed | Failed
+Inbox = asyncio.Queue[PrefillAnswer | WorkerUnavailable]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The path to a peer, as the probe found it."""
+
+    transport: str
+    gigabytes_per_s: float
+
+
+def write_probe_pattern(kv_cache: KVCache) -> None:
+    """Fill the probe blocks with what a peer expects to read there."""
+    pattern = probe_pattern(NUM_PROBE_BLOCKS * kv_cache.block_bytes).reshape(NUM_PROBE_BLOCKS, -1)
+    for index, rows in enumerate(pattern):
+        kv_cache.bytes_of(kv_cache.num_blocks + index)[:] = rows
+
+
+def compare_identities(ours: ModelIdentity, theirs: ModelIdentity) -> None:
+    """Raises `PairingError` naming the first field that differs, and both values."""
+    for field in msgspec.structs.fields(ModelIdentity):
+        our_value, their_value = getattr(ours, field.name), getattr(theirs, field.name)
+        if our_value != their_value:
+            raise PairingError(f"{field.name} differs: ours {our_value!r}, theirs {their_value!r}")
+
+
+class PrefillPeer:
+    """A paired prefill worker. Answers go to one inbox per request; when the link breaks, each inbox is told."""
+
+    def __init__(
+        self, address: WorkerAddress, connection: Connection, description: Description, path: Measured
+    ) -> None:
+        self.address = address
+        self.description = description
+        self.path = path
+        self._connection = connection
+        self._inboxes: dict[str, Inbox] = {}
+        self._last_heard = time.monotonic()
+        self._reader = asyncio.create_task(self._read(), name=f"read {address.worker_id}")
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._reader.done()
+
+    def send(self, message: Message) -> None:
+        """Raises `WorkerUnavailable` when the link is broken."""
+        self._connection.send(message)
+
+    @contextlib.contextmanager
+    def inbox(self, request_id: str) -> Iterator[Inbox]:
+        """Where the answers to one request arrive. Answers to requests without an inbox are dropped."""
+        inbox: Inbox = asyncio.Queue()
+        self._inboxes[request_id] = inbox
+        if not self.is_alive:
+            inbox.put_nowait(WorkerUnavailable(f"worker {self.address.worker_id} is gone"))
+        try:
+            yield inbox
+        finally:
+            del self._inboxes[request_id]
+
+    def beat(self, *, silence_s: float) -> None:
+        """Renew the leases of all open requests; end the link if the peer has said nothing for `silence_s`."""
+        if not self._connection.is_open:
+            return
+        if time.monotonic() - self._last_heard > silence_s:
+            logger.warning("prefill worker %s is silent: its link is dropped", self.address.worker_id)
+            self._connection.abort()
+            return
+        self._connection.send(Renew(request_ids=tuple(self._inboxes)))
+
+    async def close(self) -> None:
+        self._connection.abort()
+        await asyncio.wait([self._reader])
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                answer = await self._connection.receive()
+                self._last_heard = time.monotonic()
+                if isinstance(answer, Renewed):
+                    continue
+                if not isinstance(answer, TicketPart | Confirmed | Failed):
+                    raise ProtocolError(f"a prefill worker does not say {type(answer).__name__}")
+                request_id = answer.ticket.request_id if isinstance(answer, TicketPart) else answer.request_id
+                if inbox := self._inboxes.get(request_id):
+                    inbox.put_nowait(answer)
+        except (WorkerUnavailable, ProtocolError) as error:
+            self._connection.abort()
+            for inbox in self._inboxes.values():
+                inbox.put_nowait(WorkerUnavailable(f"worker {self.address.worker_id} is lost: {error}"))
+
+
+class PrefillPeers:
+    """All links of one decode worker. A pair is made once, however many requests ask for it at the same time."""
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        kv_cache: KVCache,
+        transfer: Transfer,
+        *,
+        key: bytes,
+        name: str,
+        heartbeat_s: float,
+    ) -> None:
+        self._identity = identity
+        self._kv_cache = kv_cache
+        self._transfer = transfer
+        self._key = key
+        self._name = name
+        self._heartbeat_s = heartbeat_s
+        self._peers: dict[str, PrefillPeer] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._probe_lock = asyncio.Lock()  # the probe blocks of our own pool are the destination of every probe
+
+    async def run(self) -> None:
+        """Keep the leases of everything under way, and drop peers that have fallen silent."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            for peer in list(self._peers.values()):
+                peer.beat(silence_s=MAX_MISSED_BEATS * self._heartbeat_s)
+
+    async def get(self, address: WorkerAddress) -> PrefillPeer:
+        """The paired link to this incarnation. Raises `WorkerUnavailable`, `PairingError` or `ProtocolError`."""
+        async with self._locks.setdefault(address.worker_id, asyncio.Lock()):
+            known = self._peers.get(address.worker_id)
+            if known is not None:
+                if known.is_alive and known.address == address:
+                    return known
+                if known.is_alive and known.address.epoch > address.epoch:
+                    raise WorkerUnavailable(f"worker {address.worker_id} has a newer epoch")
+                del self._peers[address.worker_id]
+                await known.close()
+                await self._transfer.forget(known.description.transfer)
+            self._peers[address.worker_id] = peer = await self._pair(address)
+            return peer
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            await peer.close()
+            await self._transfer.forget(peer.description.transfer)
+        self._peers.clear()
+
+    async def _pair(self, address: WorkerAddress) -> PrefillPeer:
+        connection = await connect(address, key=self._key, peer=self._name)
+        try:
+            connection.send(Describe())
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                description = await connection.receive_expected(Description)
+            compare_identities(self._identity, description.identity)
+            if description.transfer_name != self._transfer.name:
+                raise PairingError(
+                    f"transfer differs: ours {self._transfer.name!r}, theirs {description.transfer_name!r}"
+                )
+            path = await self._probe(description)
+        except TimeoutError as error:
+            connection.abort()
+            raise WorkerUnavailable(f"worker {address.worker_id} does not describe itself") from error
+        except BaseException:
+            connection.abort()
+            raise
+        logger.info("paired with %s over %s: %.2f GB/s", address.worker_id, path.transport, path.gigabytes_per_s)
+        return PrefillPeer(address, connection, description, path)
+
+    async def _probe(self, description: Description) -> Measured:
+        """Pull the known pattern twice, check it, time the second (the first wires the transport up)."""
+        remote = list(range(description.probe_block, description.probe_block + NUM_PROBE_BLOCKS))
+        local = list(range(self._kv_cache.num_blocks, self._kv_cache.num_blocks + NUM_PROBE_BLOCKS))
+        expected = probe_pattern(NUM_PROBE_BLOCKS * self._kv_cache.block_bytes).reshape(NUM_PROBE_BLOCKS, -1)
+        async with self._probe_lock:
+            elapsed = 0.0
+            for block_id in local:
+                self._kv_cache.bytes_of(block_id)[:] = 0
+            for _ in range(2):
+                started = time.perf_counter()
+                try:
+                    await self._transfer.pull(description.transfer, remote, local, timeout_s=PROBE_TIMEOUT_S)
+                except TransferError as error:
+                    raise PairingError(f"the first pull failed ({error.reason}): {error}") from error
+                elapsed = time.perf_counter() - started
+            for block_id, rows in zip(local, expected):
+                if not np.array_equal(self._kv_cache.bytes_of(block_id), rows):
+                    raise PairingError("the first pull did not deliver the known pattern")
+        num_bytes = NUM_PROBE_BLOCKS * self._kv_cache.block_bytes
+        return Measured(self._transfer.transport_of(description.transfer), num_bytes / elapsed / 1e9)

@@ -1,0 +1,226 @@
+"""One worker as a server: loads the model, listens, and hands each message to its role. No Ray, no Redis, no HTTP.
+
+WorkerServer ── listens ──> Connection ── messages ──> PrefillWorker or DecodeWorker ──> Engine ──> ModelRunner
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tandem.workers.config import WorkerConfig
+from tandem.workers.connection import Connection, accept
+from tandem.workers.decode import DecodeWorker
+from tandem.workers.engine import Engine, StepOutput, StepTimes
+from tandem.workers.errors import ProtocolError, UserError, WorkerUnavailable
+from tandem.workers.kv_cache import LAYOUT_VERSION, KVCache, num_blocks_for
+from tandem.workers.metrics import WorkerMetrics
+from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.checkpoint import check_model, load_weights, revision_of
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.peers import PrefillPeers, write_probe_pattern
+from tandem.workers.prefill import PrefillWorker
+from tandem.workers.prefix_cache import CacheEvent
+from tandem.workers.protocol import PROTOCOL_VERSION, AnyMessage, Ping, Pong
+from tandem.workers.transfer.backends import create_transfer
+from tandem.workers.transfer.base import KVPoolMemory, Transfer
+from tandem.workers.transfer.local import LocalPools
+from tandem.workers.types import ModelIdentity, WorkerAddress, WorkerSnapshot
+
+logger = logging.getLogger(__name__)
+
+GIL_SWITCH_INTERVAL_S = 0.0005
+"""The event loop waits at most this long for the thread that runs the model; Python's default is 5 ms."""
+
+
+class RoleWorker(Protocol):
+    """What the server needs of `PrefillWorker` and `DecodeWorker`."""
+
+    def handle(self, connection: Connection, message: AnyMessage) -> None: ...
+    def connection_lost(self, connection: Connection) -> None: ...
+    def on_outputs(self, outputs: list[StepOutput]) -> None: ...
+    async def run(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class WorkerServer:
+    """`start`, use, `stop`. Everything runs on the event loop that called `start`, the model in one thread beside it.
+
+    `on_cache_event` is called on that loop for every block that enters or leaves the prefix cache; `on_progress` with
+    the name of each phase of the start as it begins. `local_pools` is shared by workers of one process that use the
+    "local" transfer; `wrap_transfer` lets tests put faults around the transport.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        on_cache_event: CacheEvent | None = None,
+        on_progress: Callable[[str], None] | None = None,
+        local_pools: LocalPools | None = None,
+        wrap_transfer: Callable[[Transfer, KVPoolMemory], Transfer] | None = None,
+    ) -> None:
+        self.config = config
+        self.metrics = WorkerMetrics()
+        self._on_cache_event = on_cache_event
+        self._progress = on_progress or logger.info
+        self._local_pools = local_pools
+        self._wrap_transfer = wrap_transfer
+        self._connections: set[Connection] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> WorkerAddress:
+        """Load, bind, serve. Raises `UserError` for what somebody can mend: the model, the memory, the port."""
+        config = self.config
+        sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
+        torch.set_num_threads(config.num_threads)
+        self._progress("loading weights")
+        model, kv_cache, runner = await asyncio.to_thread(load_runner, config)
+        self._progress("connecting")
+        self.identity = identity_of(config, model, kv_cache)
+        self.engine = Engine(
+            runner, config, kv_cache.num_blocks, self.identity, self._on_cache_event, vocab_size=model.vocab_size
+        )
+        self.engine.on_step = self._observe_step
+        self._server = await self._listen()
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = WorkerAddress(
+            worker_id=config.worker_id, epoch=config.epoch, role=config.role, host=config.host, port=port
+        )
+        self.role = self._create_role(kv_cache)
+        self.engine.on_outputs = self.role.on_outputs
+        self._tasks = [
+            asyncio.create_task(self.engine.run(), name="engine"),
+            asyncio.create_task(self.role.run(), name="role"),
+        ]
+        await self._server.start_serving()
+        self._progress("ready")
+        return self.address
+
+    async def stop(self) -> None:
+        """Close all connections, end the step in flight, release the transport."""
+        self._server.close()
+        for connection in list(self._connections):
+            connection.abort()
+        await self.role.close()
+        self.engine.close()
+        engine_task, role_task = self._tasks
+        role_task.cancel()
+        await asyncio.wait([engine_task, role_task])
+        await self.transfer.close()
+
+    async def run_until_failure(self) -> None:
+        """Wait for ever; raise if the engine or the role ends, which only a bug makes them do."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    def snapshot(self) -> WorkerSnapshot:
+        return WorkerSnapshot(
+            worker_id=self.config.worker_id,
+            epoch=self.config.epoch,
+            role=self.config.role,
+            pid=os.getpid(),
+            blocks=self.engine.counts(),
+            num_running=self.engine.num_running,
+            num_waiting=self.engine.num_waiting,
+            num_waiting_tokens=self.engine.num_waiting_tokens,
+            max_model_len=self.config.max_model_len,
+            counters=self.metrics.counters,
+            histograms=self.metrics.take_observations(),
+        )
+
+    # Inside
+
+    def _create_role(self, kv_cache: KVCache) -> RoleWorker:
+        config = self.config
+        pool = KVPoolMemory.of(kv_cache.tensor)
+        write_probe_pattern(kv_cache)
+        self.transfer = create_transfer(
+            config.transfer,
+            pool,
+            config.worker_id,
+            config.epoch,
+            config.device,
+            host=config.host,
+            local_pools=self._local_pools,
+        )
+        if self._wrap_transfer is not None:
+            self.transfer = self._wrap_transfer(self.transfer, pool)
+        if config.role == "prefill":
+            return PrefillWorker(self.address, self.engine, kv_cache, self.transfer, self.metrics)
+        peers = PrefillPeers(
+            self.identity,
+            kv_cache,
+            self.transfer,
+            key=config.cluster_key,
+            name=config.worker_id,
+            heartbeat_s=config.heartbeat_s,
+        )
+        role = DecodeWorker(self.address, self.engine, kv_cache, self.transfer, peers, self.metrics)
+        self.engine.on_incoming = role.on_incoming
+        return role
+
+    async def _listen(self) -> asyncio.Server:
+        try:
+            return await asyncio.start_server(self._serve, self.config.host, self.config.port, start_serving=False)
+        except OSError as error:
+            raise UserError(f"cannot listen on {self.config.host}:{self.config.port}: {error.strerror}") from error
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer)
+        self._connections.add(connection)
+        try:
+            await accept(connection, self.address, self.identity, key=self.config.cluster_key)
+            while True:
+                message = await connection.receive()
+                if isinstance(message, Ping):
+                    connection.post(Pong(snapshot=self.snapshot()))
+                else:
+                    self.role.handle(connection, message)
+        except WorkerUnavailable:
+            logger.debug("a peer has gone")
+        except ProtocolError as error:
+            logger.warning("a peer broke the protocol: %s", error)
+        finally:
+            connection.abort()
+            self._connections.discard(connection)
+            self.role.connection_lost(connection)
+
+    def _observe_step(self, times: StepTimes) -> None:
+        self.metrics.observe("step_seconds", times.schedule_s + times.execute_s + times.apply_s)
+
+
+def load_runner(config: WorkerConfig) -> tuple[ModelConfig, KVCache, ModelRunner]:
+    """Everything that takes memory: weights and the KV pool. Blocking. Raises `UserError`."""
+    model = check_model(config.model_path)
+    dtype = getattr(torch, config.dtype)
+    num_blocks = num_blocks_for(config.kv_cache_memory_bytes, model, config.block_size, dtype)
+    if num_blocks * config.block_size < config.max_model_len:
+        raise UserError(
+            f"kv_cache_memory_bytes holds {num_blocks * config.block_size} tokens, but max_model_len is "
+            f"{config.max_model_len}: raise the first or lower the second"
+        )
+    weights = load_weights(config.model_path, model, dtype)
+    kv_cache = KVCache(model, num_blocks, config.block_size, dtype, config.device)
+    runner = ModelRunner(model, weights, kv_cache, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len)
+    return model, kv_cache, runner
+
+
+def identity_of(config: WorkerConfig, model: ModelConfig, kv_cache: KVCache) -> ModelIdentity:
+    return ModelIdentity(
+        protocol_version=PROTOCOL_VERSION,
+        model=config.model_name,
+        revision=revision_of(config.model_path),
+        dtype=config.dtype,
+        layout_version=LAYOUT_VERSION,
+        block_size=config.block_size,
+        block_bytes=kv_cache.block_bytes,
+        max_model_len=config.max_model_len,
+    )
