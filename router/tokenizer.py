@@ -49,7 +49,8 @@ class Tokenizer:
         """Ids that end an answer, sorted."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # the batch form without offsets: half the time of `encode`, and it lets go of the GIL throughout
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text for these messages. Raises `RequestError` if the model has no chat template or it refuses."""

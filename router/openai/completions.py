@@ -53,8 +53,9 @@ def plan(request: CompletionRequest, tokenizer: Tokenizer, config: GatewayConfig
     include_usage = request.include_usage()
     given = _as_prompts(request.prompt)
     if len(given) * (request.n or 1) > config.max_num_choices:
+        param = "n" if len(given) <= config.max_num_choices else "prompt"
         # before tokenising: a list of a million prompts is refused for what it is
-        raise bad_request(f"A request may ask for at most {config.max_num_choices} choices in all.", param="prompt")
+        raise bad_request(f"A request may ask for at most {config.max_num_choices} choices in all.", param=param)
     prompts = tuple(_tokens(prompt, tokenizer) for prompt in given)
     max_tokens = resolve_max_tokens(
         request.max_tokens,

@@ -110,12 +110,14 @@ def without_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Seque
 def refusal(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
     """The first thing that is wrong with a body, in one sentence that names the field."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
+    field = details[0]["loc"][0]
+    # each member of a union complains for itself: the one that got furthest is the one that was meant
+    details = sorted((d for d in details if d["loc"][0] == field), key=lambda d: -_path(d, body).count("["))
     param = _path(details[0], body)
     if details[0]["type"] == "extra_forbidden":
         return bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if details[0]["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    # each member of a union complains for itself
     complaints = list(dict.fromkeys(detail["msg"] for detail in details if _path(detail, body) == param))
     return bad_request(f"Invalid value for '{param}': {'; or '.join(complaints)}.", param=param, code="invalid_value")
 
