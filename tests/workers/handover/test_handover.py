@@ -1,0 +1,74 @@
+"""The whole way from Submit to the last token, through two workers, compared with one that does everything itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tandem.workers.types import Choice, Request
+
+
+@pytest.mark.parametrize("transfer", ["local", "nixl", "nccl"])
+async def test_two_workers_say_what_one_says(bench: Any, make_request: Callable[..., Request], transfer: str) -> None:
+    alone = await bench.worker("aggregated", "a0", transfer=transfer)
+    prefill = await bench.worker("prefill", "p0", transfer=transfer)
+    decode = await bench.worker("decode", "d0", transfer=transfer)
+    one, two = await bench.gateway(alone), await bench.gateway(decode)
+    requests = [make_request(f"r{length}", length, content=length) for length in (1, 17, 64, 65, 200, 333)]
+    expected = [await one.ask(request) for request in requests]
+    answers = await asyncio.gather(*(two.ask(request, prefill.address) for request in requests))
+    for request, want, got in zip(requests, expected, answers):
+        assert got.outcome == want.outcome
+        is_remote = len(request.prompt_token_ids) > decode.config.local_prefill_tokens
+        assert [started.path for started in got.started] == ["remote" if is_remote else "local"]
+    repeated = [msgspec.structs.replace(request, request_id=f"again {request.request_id}") for request in requests]
+    again = await asyncio.gather(*(two.ask(request, prefill.address) for request in repeated))
+    assert [answer.outcome for answer in again] == [answer.outcome for answer in expected]
+    assert again[-1].started[0].cached_tokens == 320  # of 333: decode holds them, and prefills the rest itself
+    await bench.settled()
+
+
+async def test_choices_share_the_prompt_and_differ(bench: Any, make_request: Callable[..., Request]) -> None:
+    alone = await bench.worker("aggregated", "a0")
+    prefill, decode = await bench.worker("prefill", "p0"), await bench.worker("decode", "d0")
+    one, two = await bench.gateway(alone), await bench.gateway(decode)
+    request = make_request("r", 100, choices=3)
+    want, got = await one.ask(request), await two.ask(request, prefill.address)
+    assert got.outcome == want.outcome
+    assert len({tuple(token_ids) for token_ids in got.token_ids.values()}) == 3
+    await bench.settled()
+
+
+@pytest.mark.parametrize("num_emitted", [1, 5, 11])
+async def test_a_continued_request_goes_on_as_if_undisturbed(
+    bench: Any, make_request: Callable[..., Request], num_emitted: int
+) -> None:
+    prefill, decode = await bench.worker("prefill", "p0"), await bench.worker("decode", "d0")
+    gateway = await bench.gateway(decode)
+    whole = await gateway.ask(make_request("whole", 90, presence_penalty=0.5), prefill.address)
+    fresh = await bench.gateway(await bench.worker("decode", "d1"))
+    request = make_request("rest", 90, presence_penalty=0.5)
+    emitted = tuple(whole.token_ids[0][:num_emitted])
+    rest = await fresh.ask(
+        Request(
+            request_id="rest",
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            choices=(Choice(index=0, emitted_token_ids=emitted),),
+        ),
+        prefill.address,
+    )
+    assert rest.token_ids[0] == whole.token_ids[0][num_emitted:]
+    assert rest.logprobs[0] == whole.logprobs[0][num_emitted:]
+    await bench.settled()
+
+
+async def test_nobody_to_prefill(bench: Any, make_request: Callable[..., Request]) -> None:
+    decode = await bench.worker("decode", "d0")
+    gateway = await bench.gateway(decode)
+    answer = await gateway.ask(make_request("r", 200))
+    assert answer.started[0].path == "local"
+    assert answer.started[0].prefill_worker == "d0"
