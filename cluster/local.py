@@ -1,0 +1,80 @@
+"""Tandem without a server: one engine in this process. The same engine, kernels and sampling as everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem.cluster.model_cache import ignore_progress
+from tandem.cluster.model_source import DtypeChoice, Progress, resolve_model
+from tandem.router.detokenizer import Detokenizer
+from tandem.router.tokenizer import Tokenizer
+from tandem.workers.config import WorkerConfig
+from tandem.workers.engine import Engine
+from tandem.workers.errors import RequestError, UserError
+from tandem.workers.server import identity_of, load_runner
+from tandem.workers.types import Request, SamplingParams
+
+MAX_CONTEXT = 8192
+
+
+def generate(
+    model: str,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    dtype: DtypeChoice = "auto",
+    num_threads: int | None = None,
+    progress: Progress = ignore_progress,
+) -> list[str]:
+    """Continue each prompt; all of them in one batch. Returns the new text, in order.
+
+    Raises `UserError` for a model that cannot be served, or a prompt that does not fit.
+    """
+    resolved = resolve_model(model, dtype=dtype, progress=progress)
+    tokenizer = Tokenizer(resolved.folder)
+    threads = num_threads or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    config = WorkerConfig(
+        model_path=resolved.folder,
+        model_name=resolved.name,
+        role="aggregated",
+        worker_id="local",
+        dtype=resolved.dtype,
+        max_model_len=min(MAX_CONTEXT, resolved.config.max_position_embeddings),
+        num_threads=threads,
+    )
+    progress("loading weights", None, None)
+    model_config, kv_cache, runner = load_runner(config)
+    identity = identity_of(config, model_config, kv_cache)
+    engine = Engine(runner, config, kv_cache.num_blocks, identity, vocab_size=model_config.vocab_size)
+    detokenizers: dict[str, Detokenizer] = {}
+    answers: dict[str, str] = {}
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+            stop_token_ids=model_config.eos_token_ids,
+        )
+        token_ids = tuple(tokenizer.encode(prompt, add_special_tokens=True))
+        request = Request(request_id=str(index), prompt_token_ids=token_ids, sampling=sampling)
+        try:
+            engine.add(request)
+        except RequestError as error:
+            raise UserError(f"prompt {index + 1}: {error}") from error
+        detokenizers[request.request_id] = tokenizer.detokenizer(token_ids)
+        answers[request.request_id] = ""
+    while not engine.is_idle:
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            if output.token is not None:
+                request_id = output.sequence.request_id
+                answers[request_id] += detokenizers[request_id].push(output.token.token_id)
+    return [text + detokenizers[request_id].finish() for request_id, text in answers.items()]
