@@ -1,0 +1,127 @@
+"""`tandem bench ...`: the command line of the benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tandem.workers.errors import UserError
+
+bench_app = typer.Typer(help="Measure a server, or check that it answers the same whichever way.", no_args_is_help=True)
+
+
+class _Api(str, Enum):  # noqa: UP042  (typer shows the values of plain string enums)
+    completions = "completions"
+    chat = "chat"
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Keeps `serve` a command of its own while it is the only one."""
+
+
+@bench_app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="The server, any that speaks the OpenAI API.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model to name. Default: the first of /v1/models.")] = None,
+    api: Annotated[_Api, typer.Option(help="Which endpoint to use.")] = _Api.completions,
+    rate: Annotated[float | None, typer.Option(help="Poisson arrivals, requests per second.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals from a file: Mooncake (JSON lines) or Azure (CSV).")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Closed loop: so many requests at any time.")] = None,
+    time_scale: Annotated[float, typer.Option(help="Stretch the trace's times; 2 halves its rate.")] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Scale the trace's lengths.")] = 1.0,
+    duration: Annotated[float, typer.Option(help="Send requests for so many seconds at most.")] = 60.0,
+    max_requests: Annotated[int | None, typer.Option(help="Send so many requests at most.")] = None,
+    input_len: Annotated[int, typer.Option(help="Prompt length, tokens (or common words, see --tokens).")] = 512,
+    input_len_spread: Annotated[int, typer.Option(help="Prompt lengths are uniform within +- this.")] = 0,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 64,
+    shared_prefix_len: Annotated[int, typer.Option(help="First tokens that all prompts have in common.")] = 0,
+    tokens: Annotated[
+        int | None, typer.Option(help="Send token ids below this number instead of words. Needs --api completions.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a run. Default: fresh, and shown in the report.")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for full output lengths. Some servers refuse the field: --no-ignore-eos.")
+    ] = True,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    warmup: Annotated[int, typer.Option(help="Requests beforehand that are not counted.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 300.0,
+    slo_ttft: Annotated[float, typer.Option(help="Goodput: longest time to first token, seconds.")] = 1.0,
+    slo_itl: Annotated[float, typer.Option(help="Goodput: longest mean inter-token latency, seconds.")] = 0.1,
+    api_key: Annotated[str | None, typer.Option(help="Bearer token to send.", envvar="OPENAI_API_KEY")] = None,
+    admin_url: Annotated[
+        str | None, typer.Option(help="Tandem's admin port, for handover times, e.g. http://127.0.0.1:8001")
+    ] = None,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file, or - .")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file, e.g. run.png")] = None,
+) -> None:
+    """Send a load to a server and report latencies, throughput and goodput.
+
+    Choose one of --rate (requests come when they come), --trace (as they came elsewhere) and --concurrency (the next
+    when one has ended). Ctrl-C ends the load and reports what there is.
+    """
+    from tandem.cluster.bench.serve import ServeOptions
+
+    fresh = {} if seed is None else {"seed": seed}
+    try:
+        options = ServeOptions(
+            url=url,
+            model=model,
+            api=api.value,
+            api_key=api_key,
+            admin_url=admin_url,
+            rate=rate,
+            trace=trace,
+            concurrency=concurrency,
+            time_scale=time_scale,
+            length_scale=length_scale,
+            duration_s=duration,
+            max_requests=max_requests,
+            input_len=input_len,
+            input_len_spread=input_len_spread,
+            output_len=output_len,
+            shared_prefix_len=shared_prefix_len,
+            num_tokens=tokens,
+            ignore_eos=ignore_eos,
+            temperature=temperature,
+            num_warm_up=warmup,
+            request_timeout_s=timeout,
+            slo_ttft_s=slo_ttft,
+            slo_itl_s=slo_itl,
+            **fresh,
+        )
+        num_ok = _run(options, json_path, plot)
+    except UserError as error:
+        Console(stderr=True).print(f"tandem bench serve: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    if num_ok == 0:
+        raise typer.Exit(1)
+
+
+def _run(options: object, json_path: str | None, plot: Path | None) -> int:
+    from tandem.cluster.bench.plot import save_plot
+    from tandem.cluster.bench.report import ConsoleProgress, print_report, to_json
+    from tandem.cluster.bench.serve import ServeOptions, bench_serve
+
+    assert isinstance(options, ServeOptions)
+    with ConsoleProgress(Console(stderr=True)) as progress:
+        report = asyncio.run(bench_serve(options, progress))
+    print_report(report, Console(stderr=json_path == "-"))
+    if json_path == "-":
+        sys.stdout.buffer.write(to_json(report))
+    elif json_path is not None:
+        try:
+            Path(json_path).write_bytes(to_json(report))
+        except OSError as error:
+            raise UserError(f"{json_path}: cannot be written: {error}") from error
+    if plot is not None:
+        save_plot(report, plot)
+    return report.summary.num_ok
