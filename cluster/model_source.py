@@ -57,7 +57,7 @@ def resolve_model(
     path = Path(model).expanduser()
     if model == DEMO_NAME:
         return _finish(_demo_folder(dtype, progress), DEMO_NAME, dtype, device)
-    if path.is_dir():
+    if model and path.is_dir():
         return _finish(path.resolve(), path.resolve().name, dtype, device)
     if path.is_file() or path.suffix == ".gguf":
         if path.suffix != ".gguf":
@@ -65,7 +65,7 @@ def resolve_model(
         return _finish(_converted(path.resolve(), dtype, progress), path.stem, dtype, device)
     if _HUB_ID.fullmatch(model):
         return _finish(_from_hub(model, progress), model, dtype, device)
-    raise ModelError(f"{model} does not exist; MODEL is a folder, a .gguf file, a hub id (owner/name), or {DEMO_NAME}")
+    raise ModelError(f"{model!r} does not exist; give a folder, a .gguf file, a hub id (owner/name), or {DEMO_NAME}")
 
 
 def _finish(folder: Path, name: str, dtype: DtypeChoice, device: Device) -> ResolvedModel:
