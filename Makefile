@@ -1,0 +1,53 @@
+# Two commands matter: `make serve` and `make test`. Both create .venv from requirements.lock when it is missing or old.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+MODEL ?= smollm2-135m-instruct
+ARGS ?=
+
+BIN := .venv/bin
+PACKAGES := kernels workers router cluster
+# Without it the folder `kernels` of this checkout would shadow other packages of that name.
+export PYTHONSAFEPATH = 1
+
+.PHONY: serve test lint types unit install lock clean
+
+serve: .venv/.installed
+	exec $(BIN)/tandem serve $(MODEL) $(ARGS)
+
+test: lint types unit
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed .typing/tandem
+	$(BIN)/mypy $(PACKAGES:%=-p tandem.%)
+
+unit: .venv/.installed
+	$(BIN)/pytest $(ARGS)
+
+install: .venv/.installed
+
+# The lock names every package, so pip resolves nothing. The third line matters where the index offers torch built for
+# CUDA: it adds the libraries that that build, and only that build, asks for. Otherwise it finds nothing to do.
+.venv/.installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# mypy sees the four folders under their real names through links.
+.typing/tandem: Makefile
+	@mkdir -p $@
+	@for package in $(PACKAGES); do ln -sfn ../../$$package $@/$$package; done
+	@touch $@
+
+# Pins what is installed now and needed, after you have tried an upgrade in .venv. Reads installed metadata only.
+lock:
+	$(BIN)/python .ci/lock.py > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+clean:
+	rm -rf .venv .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

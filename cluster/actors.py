@@ -1,0 +1,125 @@
+"""The Ray actor that holds one worker. Thin: what a worker does is in `tandem.workers`; here it is started and stopped.
+
+This module is imported inside the worker's process before anything else of Tandem, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tandem.workers.config import WorkerConfig
+from tandem.workers.errors import TandemError, UserError
+from tandem.workers.types import WorkerAddress
+
+if TYPE_CHECKING:
+    from tandem.router.prefix_index import IndexPublisher
+    from tandem.workers.server import WorkerServer
+
+
+class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker publishes what it holds."""
+
+    redis_url: str
+    namespace: str
+
+
+class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker could not be started, in one line. Returned rather than raised: Ray would wrap it in a traceback."""
+
+    message: str
+    is_user_error: bool
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """Environment of a worker's process, in force before torch is imported there."""
+    return {
+        # One busy thread more than there are cores costs everybody else slices of 4 to 16 ms.
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Large temporaries come and go with every step: keep their memory instead of faulting it in again each time.
+        "MALLOC_ARENA_MAX": "2",
+        "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    }
+
+
+class WorkerActor:
+    """One worker in a process of its own."""
+
+    def __init__(self, config: WorkerConfig, index: IndexSettings | None) -> None:
+        self._config = config
+        self._index = index
+        self._phase = "importing"
+        self._publisher: IndexPublisher | None = None
+        self._server: WorkerServer | None = None
+        self._stopped = asyncio.Event()
+        logging.basicConfig(
+            stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        )
+
+    async def start(self) -> WorkerAddress | StartFailure:
+        """Load the model and listen."""
+        try:
+            return await self._start()
+        except TandemError as error:
+            return StartFailure(message=str(error), is_user_error=isinstance(error, UserError))
+        except (MemoryError, RuntimeError, OSError) as error:  # what torch and the system raise when there is no room
+            logging.exception("worker %s could not be started", self._config.worker_id)
+            first_line = next(iter(str(error).splitlines()), "no message")
+            return StartFailure(message=f"{type(error).__name__}: {first_line}", is_user_error=False)
+
+    async def _start(self) -> WorkerAddress:
+        server_class = await asyncio.to_thread(_import_server)  # torch takes seconds; `phase` is answered meanwhile
+        on_cache_event = None
+        if self._index is not None:
+            self._publisher = self._create_publisher(self._index)
+            await self._publisher.start()
+            on_cache_event = self._publisher.record
+        self._server = server_class(self._config, on_cache_event=on_cache_event, on_progress=self._set_phase)
+        return await self._server.start()
+
+    def _create_publisher(self, index: IndexSettings) -> IndexPublisher:
+        from tandem.router.prefix_index import IndexPublisher
+
+        return IndexPublisher(
+            index.redis_url,
+            namespace=index.namespace,
+            worker_id=self._config.worker_id,
+            epoch=self._config.epoch,
+        )
+
+    def _set_phase(self, phase: str) -> None:
+        self._phase = phase
+
+    async def phase(self) -> str:
+        """What the worker is doing in order to start."""
+        return self._phase
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def run_until_stopped(self) -> None:
+        """Returns after `stop`. If the process dies, whoever waits for this call hears of it in some 10 ms."""
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        """Stop the worker, and withdraw what it published."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._publisher is not None:
+            await self._publisher.stop()
+        self._stopped.set()
+
+
+def _import_server() -> type[WorkerServer]:
+    from tandem.workers.server import WorkerServer
+
+    return WorkerServer

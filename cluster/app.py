@@ -1,0 +1,288 @@
+"""`tandem serve`: everything that makes a cluster, started in order, stopped in the reverse order.
+
+    ports bound -> model found  \\
+                   Redis started +-> workers, all at once -> pairs measured -> one line with the URL
+                   Ray started  /
+
+A taken port or a bad model is reported before anything expensive runs. Whatever fails, what was started is stopped: it
+is all on one exit stack. SIGINT and SIGTERM drain for a few seconds first; a second one ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+
+import msgspec
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from tandem.cluster.actors import IndexSettings
+from tandem.cluster.config import ClusterConfig, ResolvedConfig, gateway_config, resolve, resolve_device, worker_configs
+from tandem.cluster.listeners import bind, url_of
+from tandem.cluster.model_cache import CACHE_VARIABLE
+from tandem.cluster.model_source import ResolvedModel, resolve_model
+from tandem.cluster.pools import Supervisor
+from tandem.cluster.progress import StartProgress
+from tandem.cluster.ray_runtime import kill_children, prepare_environment, start_ray, stop_ray
+from tandem.cluster.redis_server import EmbeddedRedis
+from tandem.router.gateway import Gateway
+from tandem.workers.errors import WorkerUnavailable
+from tandem.workers.types import WorkerAddress
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 5.0
+READY_TIMEOUT_S = 120.0
+QUICK_CHECK_S = 1.0
+"""Most models that cannot be served are found out within this time, and then Ray is not even started."""
+MAX_FOLDER_LEN = 30
+"""Ray's socket names below it take 75 more, and the system allows 107."""
+
+
+def run(config: ClusterConfig, progress: StartProgress) -> None:
+    """Serve until a signal comes. Raises `TandemError` when the cluster cannot be started."""
+    prepare_environment()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, progress))
+
+
+async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_signals_set(stop))
+        public = stack.enter_context(bind(config.host, config.port, flag="--port"))
+        admin = stack.enter_context(bind("127.0.0.1", config.admin_port, flag="--admin-port"))
+        cluster = _Cluster(config, progress, stack)
+        stopping = asyncio.create_task(stop.wait())
+        with progress.showing():
+            starting = asyncio.create_task(cluster.start(public, admin))
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return
+            started = starting.result()
+        sys.stdout.write(_ready_text(started.resolved, url_of(public), url_of(admin), progress.elapsed_s))
+        sys.stdout.flush()
+        await stopping
+        sys.stderr.write("stopping: running requests have a few seconds; again to stop at once\n")
+        await started.gateway.stop(drain_s=DRAIN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    gateway: Gateway
+    resolved: ResolvedConfig
+
+
+class _Cluster:
+    """The start, in the order of the picture above. Everything started is on `stack`."""
+
+    def __init__(self, config: ClusterConfig, progress: StartProgress, stack: AsyncExitStack) -> None:
+        self._config = config
+        self._progress = progress
+        self._stack = stack
+        self._cluster_key = secrets.token_bytes(32)
+        self._namespace = secrets.token_hex(8)
+
+    async def start(self, public: socket, admin: socket) -> _Started:
+        config = self._config = _with_absolute_paths(self._config)
+        folder = self._stack.enter_context(_run_folder())
+        finding = asyncio.create_task(self._find_model())
+        self._stack.callback(finding.cancel)
+        redis_url = config.redis_url or await self._start_redis(folder)
+        await asyncio.wait({finding}, timeout=QUICK_CHECK_S)
+        if finding.done():
+            finding.result()
+        await self._start_ray(folder)
+        resolved = resolve(config, await finding)
+        gateway = await self._start_gateway(resolved, redis_url, public, admin)
+        await self._start_workers(resolved, redis_url, gateway)
+        return _Started(gateway, resolved)
+
+    async def _find_model(self) -> ResolvedModel:
+        self._progress.phase("model", "looking")
+
+        def on_progress(message: str, done: int | None = None, total: int | None = None) -> None:
+            self._progress.update("model", message, done, total)
+
+        model = await asyncio.to_thread(
+            resolve_model,
+            self._config.model,
+            dtype=self._config.dtype,
+            device=resolve_device(self._config.device),
+            progress=on_progress,
+        )
+        self._progress.done("model", f"{model.name}, {model.dtype}")
+        return model
+
+    async def _start_redis(self, folder: Path) -> str:
+        self._progress.phase("redis", "starting")
+        redis = EmbeddedRedis(folder)
+        self._stack.push_async_callback(redis.stop)
+        await redis.start()
+        self._progress.done("redis")
+        return redis.url
+
+    async def _start_ray(self, folder: Path) -> None:
+        self._progress.phase("ray", "starting")
+        num_workers = sum(self._config.num_workers)
+        num_gpus = num_workers if resolve_device(self._config.device) == "cuda" else 0
+        # every worker has at least one thread, also where there are fewer cores than workers
+        num_cpus = max(num_workers, os.cpu_count() or 1)
+        await self._stack.enter_async_context(_running_ray(folder, num_cpus=num_cpus, num_gpus=num_gpus))
+        self._progress.done("ray")
+
+    async def _start_gateway(self, resolved: ResolvedConfig, redis_url: str, public: socket, admin: socket) -> Gateway:
+        self._progress.phase("gateway", "loading the tokenizer")
+        gateway = Gateway(gateway_config(resolved, self._cluster_key, redis_url=redis_url, namespace=self._namespace))
+        self._stack.push_async_callback(gateway.stop)
+        await self._stack.enter_async_context(_running_server(gateway.app, public))
+        await self._stack.enter_async_context(_running_server(gateway.admin_app, admin))
+        await gateway.start()
+        return gateway
+
+    async def _start_workers(self, resolved: ResolvedConfig, redis_url: str, gateway: Gateway) -> None:
+        def on_up(address: WorkerAddress) -> None:
+            self._progress.done(address.worker_id)
+            gateway.workers.add(address)
+
+        supervisor = Supervisor(
+            worker_configs(resolved, self._cluster_key),
+            IndexSettings(redis_url=redis_url, namespace=self._namespace),
+            on_up=on_up,
+            on_down=gateway.workers.remove,
+            on_phase=self._progress.phase,
+        )
+        self._stack.push_async_callback(supervisor.stop)
+        self._progress.phase("gateway", "waiting for the workers")
+        await supervisor.start()
+        self._progress.phase("gateway", "pairing the workers")
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await gateway.wait_ready()
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"the workers were not paired after {READY_TIMEOUT_S:.0f} s") from error
+        self._progress.done("gateway")
+
+
+# Parts with a beginning and an end
+
+
+@contextmanager
+def _signals_set(stop: asyncio.Event) -> Iterator[None]:
+    """SIGINT or SIGTERM sets `stop`; a second one ends everything below us, and us, at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            kill_children()
+            os._exit(130)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _run_folder() -> Iterator[Path]:
+    """A folder for sockets and logs, which only this user may enter; also the current folder while it lasts.
+
+    Ray puts the current folder on the module path of every process it starts: a file of the user's there could take
+    the place of a module.
+    """
+    parent = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="tandem-", dir=parent if len(parent) < MAX_FOLDER_LEN - 16 else "/tmp"))
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield folder
+    finally:
+        os.chdir(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _running_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> AsyncIterator[None]:
+    # One thread that lasts: Ray's processes are killed by the system when the thread that started them ends.
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
+    loop = asyncio.get_running_loop()
+    starting = loop.run_in_executor(executor, lambda: start_ray(folder, num_cpus=num_cpus, num_gpus=num_gpus))
+    try:
+        await asyncio.shield(starting)
+        yield
+    finally:
+        await asyncio.wait({starting})  # a start cannot be interrupted, only undone
+        await loop.run_in_executor(executor, stop_ray)
+        executor.shutdown()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: ours decide."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _running_server(app: ASGIApp, listener: socket) -> AsyncIterator[None]:
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
+    """The current folder is about to change."""
+    cache = os.environ.get(CACHE_VARIABLE)
+    if cache:
+        os.environ[CACHE_VARIABLE] = str(Path(cache).expanduser().absolute())
+    path = Path(config.model).expanduser()
+    return msgspec.structs.replace(config, model=str(path.absolute())) if path.exists() else config
+
+
+def _ready_text(resolved: ResolvedConfig, url: str, admin_url: str, seconds: float) -> str:
+    prefill, decode, aggregated = resolved.cluster.num_workers
+    parts = [(prefill, "prefill"), (decode, "decode"), (aggregated, "aggregated")]
+    workers = " + ".join(f"{count} {role}" for count, role in parts if count)
+    key = ' -H "Authorization: Bearer $API_KEY"' if resolved.cluster.api_key else ""
+    body = f'{{"model": "{resolved.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return (
+        f"ready: {resolved.model_name} at {url}/v1 ({workers}; {seconds:.1f} s; admin {admin_url})\n"
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  tandem chat --url {url}        tandem status --url {admin_url}\n"
+    )

@@ -1,0 +1,230 @@
+"""The command `tandem`. Everything heavy is imported by the command that needs it: `tandem --help` takes a fraction of
+a second, although torch and Ray are seconds away.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from tandem.workers.errors import TandemError, UserError
+
+HELP = """
+Serve large language models with two pools of workers: **prefill** workers read prompts, **decode** workers write
+tokens, and the KV cache travels between them.
+
+Begin with:
+
+    tandem serve smollm2-135m-instruct    # a small chat model, on this machine
+
+    tandem chat                           # talk to it, from another terminal
+
+    tandem status                         # see its workers
+"""
+
+SERVE_HELP = """
+Start a cluster on this machine and serve an OpenAI-compatible API until Ctrl-C.
+
+MODEL is a folder in Hugging Face format, a .gguf file, a model hub id (owner/name), or smollm2-135m-instruct.
+
+Examples:
+
+    tandem serve smollm2-135m-instruct                      # 1 prefill + 1 decode worker
+
+    tandem serve ./Qwen3-0.6B --prefill 1 --decode 2        # two workers that write tokens
+
+    tandem serve model.gguf --aggregated 1 --port 9000      # one worker that does both
+
+    tandem serve MODEL --config cluster.toml --port 0       # flags from a file; any free port
+
+A configuration file is TOML with the names of the flags: `decode = 2`, `max-model-len = 4096`.
+Flags given on the command line win.
+"""
+
+app = typer.Typer(
+    name="tandem",
+    help=HELP,
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """The entry point. A mistake of the user's is one line and exit code 2; any other failure of ours, exit code 1."""
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    except TandemError as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"tandem: {' '.join(message.split())}\n")
+    sys.exit(code)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tandem {version('tandem-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def tandem(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The root of all commands; its help is above."""
+
+
+POOLS = "Workers"
+NETWORK = "Network"
+ENGINE = "Engine"
+
+
+@app.command(help=SERVE_HELP)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id, or smollm2-135m-instruct.")],
+    prefill: Annotated[
+        int | None, typer.Option(help="Workers that read prompts.", show_default="1", rich_help_panel=POOLS)
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(help="Workers that write tokens.", show_default="1", rich_help_panel=POOLS)
+    ] = None,
+    aggregated: Annotated[
+        int, typer.Option(help="Workers that do both. Alone, there are no others.", rich_help_panel=POOLS)
+    ] = 0,
+    host: Annotated[str, typer.Option(help="Address of the public port.", rich_help_panel=NETWORK)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The API. 0: any free port.", rich_help_panel=NETWORK)] = 8000,
+    admin_port: Annotated[
+        int, typer.Option(help="/metrics and /cluster, on loopback only. 0: any.", rich_help_panel=NETWORK)
+    ] = 8001,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Redis for the prefix index (redis://, rediss://, unix://).",
+            show_default="an embedded server",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that clients must send. Repeat for several.", rich_help_panel=NETWORK),
+    ] = None,
+    transfer: Annotated[str, typer.Option(help="How KV travels: nixl or nccl.", rich_help_panel=ENGINE)] = "nixl",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=ENGINE)] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=ENGINE)] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=ENGINE)] = 32,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of prompt and answer together.", show_default="the model's", rich_help_panel=ENGINE
+        ),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences per step of a worker.", rich_help_panel=ENGINE)] = 64,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens per step; prompts are read in chunks of it.", rich_help_panel=ENGINE)
+    ] = 512,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="KV memory per worker.", show_default="a share of the machine, at most 1 GiB", rich_help_panel=ENGINE
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the workers.", rich_help_panel=ENGINE)] = 0,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with the names of these flags.")] = None,
+) -> None:
+    from tandem.cluster.config import load_config
+
+    cluster_config = load_config(_given(context) | {"model": model}, config)
+    # here: a mistake in a flag should not wait for the imports
+    from tandem.cluster.app import run
+    from tandem.cluster.progress import create_progress
+
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    run(cluster_config, create_progress(sys.stderr))
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """The flags that were on the command line: defaults must not win over a configuration file."""
+    return {
+        name: value
+        for name, value in context.params.items()
+        if name != "config" and getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE"
+    }
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="The admin port of a running cluster.")] = "http://127.0.0.1:8001",
+    json: Annotated[bool, typer.Option("--json", help="The raw answer of /cluster.")] = False,
+) -> None:
+    """Show the workers of a running cluster: their state, blocks and queues."""
+    from tandem.cluster.status import show_status
+
+    show_status(url, as_json=json)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="A running server; any OpenAI-compatible one.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server offers.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model should be told first.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="TANDEM_API_KEY", help="If the server wants one.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same answers again.")] = None,
+) -> None:
+    """Talk to a running server. /reset begins anew, /quit (or Ctrl-D) ends. Piped text is one message:
+
+    echo "What is the capital of France?" | tandem chat
+    """
+    from tandem.cluster.chat import ChatClient, run_chat
+
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    client = ChatClient(
+        url, model=model, api_key=api_key, sampling={k: v for k, v in sampling.items() if v is not None}
+    )
+    run_chat(client, system=system)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str], typer.Option(help="Text to continue. Repeat for several.")],
+    model: Annotated[str, typer.Argument(help="As for serve.")] = "smollm2-135m-instruct",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that add up to this.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="For the same answers again.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+) -> None:
+    """Continue prompts here and now: no server, no Ray, no network.
+
+    tandem generate --prompt "The capital of France is"
+    """
+    from tandem.cluster.local import generate as generate_locally
+
+    for text in generate_locally(
+        model, prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, dtype=dtype
+    ):
+        typer.echo(text)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure a running server (any OpenAI-compatible one), or compare ways of serving. See tandem bench --help."""
+    from tandem.cluster.bench.cli import bench_app
+
+    bench_app(args=context.args, prog_name="tandem bench")

@@ -1,0 +1,265 @@
+"""Configuration of one cluster: what `tandem serve` was asked for, checked once, and what follows from it for a model.
+
+    flags, file -> ClusterConfig -> resolve(config, model) -> worker_configs(...), gateway_config(...)
+
+"auto" values are None here and become numbers in `resolve`, which returns a new record.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from tandem.cluster.model_source import Device, DtypeChoice, ResolvedModel
+from tandem.router.config import GatewayConfig
+from tandem.workers.config import TransferName, WorkerConfig
+from tandem.workers.errors import UserError
+from tandem.workers.types import Role
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+KV_MEMORY_SHARE = 0.25
+"""Of the machine's memory, for the KV of all workers together: people have other programs open."""
+KV_MEMORY_CAP_BYTES = 1 << 30
+"""Per worker, unless told otherwise. Holds 46,000 tokens of the demo model."""
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the user may say. Each field is the flag of the same name; the messages of `UserError` name the flag.
+
+    None stands for "auto", or for "not asked for".
+    """
+
+    model: str
+    prefill: int | None = None
+    decode: int | None = None
+    aggregated: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_port: int = 8001
+    redis_url: str | None = None
+    transfer: TransferName = "nixl"
+    device: DeviceChoice = "auto"
+    dtype: DtypeChoice = "auto"
+    block_size: int = 32
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    kv_cache_memory_bytes: int | None = None
+    api_key: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, field: str, rule: str) -> None:
+            if not ok:
+                raise UserError(f"{flag(field)} {rule}, but is {getattr(self, field)!r}")
+
+        require(bool(self.model), "model", "must not be empty")
+        require(bool(self.host), "host", "must not be empty")
+        for field in ("prefill", "decode", "aggregated"):
+            require((getattr(self, field) or 0) >= 0, field, "must not be negative")
+        for field in ("port", "admin_port"):
+            require(0 <= getattr(self, field) <= 65535, field, "must be between 0 (any free port) and 65535")
+        require(self.port == 0 or self.port != self.admin_port, "admin_port", "must differ from --port")
+        size = self.block_size
+        require(2 <= size <= 1024 and size & (size - 1) == 0, "block_size", "must be a power of two from 2 to 1024")
+        require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "must be at least 2")
+        require(self.max_num_seqs >= 1, "max_num_seqs", "must be at least 1")
+        require(
+            self.max_num_batched_tokens >= size and self.max_num_batched_tokens % size == 0,
+            "max_num_batched_tokens",
+            f"must be a positive multiple of --block-size ({size})",
+        )
+        memory = self.kv_cache_memory_bytes
+        require(memory is None or memory > 0, "kv_cache_memory_bytes", "must be positive")
+        require(
+            self.redis_url is None or bool(re.match(r"(redis|rediss|unix)://", self.redis_url)),
+            "redis_url",
+            "must start with redis://, rediss:// or unix://",
+        )
+        if not all(self.api_key):  # the value itself is never repeated: it is a secret
+            raise UserError("--api-key must not be empty")
+        self._require_workers()
+
+    def _require_workers(self) -> None:
+        prefill, decode, aggregated = self.num_workers
+        if prefill + decode + aggregated == 0:
+            raise UserError("--prefill, --decode and --aggregated are all 0: a cluster needs a worker")
+        if decode + aggregated == 0:
+            raise UserError("--decode and --aggregated are both 0: nobody would write tokens")
+        if prefill > 0 and decode == 0:
+            raise UserError(
+                f"--prefill {prefill} needs --decode of at least 1: aggregated workers take no KV from others"
+            )
+        if self.transfer == "local" and prefill > 0:
+            raise UserError("--transfer local moves KV inside one process; workers here are processes of their own")
+
+    @property
+    def num_workers(self) -> tuple[int, int, int]:
+        """(prefill, decode, aggregated). One of each of the first two, unless something was asked for."""
+        is_default = self.prefill is None and self.decode is None and self.aggregated == 0
+        absent = 1 if is_default else 0
+        prefill = self.prefill if self.prefill is not None else (1 if self.decode else absent)
+        decode = self.decode if self.decode is not None else (1 if self.prefill else absent)
+        return prefill, decode, self.aggregated
+
+
+class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The same with nothing left open: model found, sizes fixed."""
+
+    cluster: ClusterConfig
+    model_path: Path
+    model_name: str
+    device: Device
+    dtype: Literal["bfloat16", "float16", "float32"]
+    max_model_len: int
+    kv_cache_memory_bytes: int
+    num_threads: int
+
+
+def flag(field: str) -> str:
+    """How the user writes a field."""
+    return "MODEL" if field == "model" else f"--{field.replace('_', '-')}"
+
+
+def load_config(flags: dict[str, Any], file: Path | None) -> ClusterConfig:
+    """Flags over the file over the defaults. `flags` holds only what was given. Raises `UserError`."""
+    values = {**(_read_file(file) if file else {}), **flags}
+    try:
+        return msgspec.convert(values, ClusterConfig)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from error
+        raise UserError(f"{file}: {error}" if file else str(error)) from error
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """A TOML file with the names of the flags, written with - or _. Unknown names are errors."""
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--config {file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {file} is not valid TOML: {error}") from error
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    unknown = sorted(set(values) - set(ClusterConfig.__struct_fields__))
+    if unknown:
+        known = ", ".join(ClusterConfig.__struct_fields__)
+        raise UserError(f"--config {file}: unknown {', '.join(unknown)}; known are {known}")
+    return values
+
+
+def resolve_device(choice: DeviceChoice) -> Device:
+    """CUDA, if the machine has such a device. Looks for the device file: asking torch takes seconds."""
+    if choice != "auto":
+        return choice
+    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+def resolve(
+    config: ClusterConfig,
+    model: ResolvedModel,
+    *,
+    memory_bytes: int | None = None,
+    num_cores: int | None = None,
+) -> ResolvedConfig:
+    """Fix what depends on the model and the machine. Raises `UserError` when the KV cache cannot hold one request."""
+    total_workers = sum(config.num_workers)
+    machine_bytes = psutil.virtual_memory().total if memory_bytes is None else memory_bytes
+    cores = _num_cores() if num_cores is None else num_cores
+    auto_bytes = min(int(machine_bytes * KV_MEMORY_SHARE / total_workers), KV_MEMORY_CAP_BYTES)
+    kv_bytes = auto_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+    return ResolvedConfig(
+        cluster=config,
+        model_path=model.folder,
+        model_name=model.name,
+        device=resolve_device(config.device),
+        dtype=model.dtype,
+        max_model_len=_max_model_len(config, model, kv_bytes),
+        kv_cache_memory_bytes=kv_bytes,
+        num_threads=max(1, cores // total_workers),
+    )
+
+
+def _max_model_len(config: ClusterConfig, model: ResolvedModel, kv_bytes: int) -> int:
+    """The model's context, or what was asked for; never more than the KV cache of one worker can hold."""
+    block_bytes = model.config.kv_elements_per_token * ELEMENT_BYTES[model.dtype] * config.block_size
+    room = kv_bytes // block_bytes * config.block_size
+    context = model.config.max_position_embeddings
+    wanted = config.max_model_len
+    if room < 2:
+        raise UserError(
+            f"--kv-cache-memory-bytes {kv_bytes} does not hold one block: {config.block_size} tokens of {model.name} "
+            f"take {block_bytes} bytes"
+        )
+    if wanted is None:
+        return min(context, room)
+    if wanted > context:
+        raise UserError(f"--max-model-len {wanted} exceeds the {context} tokens that {model.name} was made for")
+    if wanted > room:
+        raise UserError(
+            f"--max-model-len {wanted} needs {-(-wanted // config.block_size) * block_bytes} bytes of KV per worker, "
+            f"but --kv-cache-memory-bytes is {kv_bytes}"
+        )
+    return wanted
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(psutil.Process().cpu_affinity() or ()) or 1
+
+
+def worker_configs(resolved: ResolvedConfig, cluster_key: bytes) -> list[WorkerConfig]:
+    """One per worker, in the order prefill, decode, aggregated; all of epoch 0."""
+    roles: tuple[Role, ...] = ("prefill", "decode", "aggregated")
+    return [
+        _worker_config(resolved, cluster_key, role, f"{role}-{number}")
+        for role, count in zip(roles, resolved.cluster.num_workers, strict=True)
+        for number in range(count)
+    ]
+
+
+def _worker_config(resolved: ResolvedConfig, cluster_key: bytes, role: Role, worker_id: str) -> WorkerConfig:
+    cluster = resolved.cluster
+    return WorkerConfig(
+        model_path=resolved.model_path,
+        model_name=resolved.model_name,
+        role=role,
+        worker_id=worker_id,
+        device=resolved.device,
+        dtype=resolved.dtype,
+        block_size=cluster.block_size,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=cluster.max_num_seqs,
+        max_num_batched_tokens=cluster.max_num_batched_tokens,
+        kv_cache_memory_bytes=resolved.kv_cache_memory_bytes,
+        transfer="local" if role == "aggregated" else cluster.transfer,
+        num_threads=resolved.num_threads,
+        seed=cluster.seed,
+        cluster_key=cluster_key,
+    )
+
+
+def gateway_config(
+    resolved: ResolvedConfig, cluster_key: bytes, *, redis_url: str | None, namespace: str
+) -> GatewayConfig:
+    """The gateway's share."""
+    prefill, decode, aggregated = resolved.cluster.num_workers
+    return GatewayConfig(
+        model_name=resolved.model_name,
+        tokenizer_folder=resolved.model_path,
+        max_model_len=resolved.max_model_len,
+        cluster_key=cluster_key,
+        api_keys=resolved.cluster.api_key,
+        redis_url=redis_url,
+        index_namespace=namespace,
+        num_prefill=prefill,
+        num_decode=decode,
+        num_aggregated=aggregated,
+    )

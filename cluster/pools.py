@@ -1,0 +1,243 @@
+"""Pools of workers: one Ray placement group per role, one actor per worker, and a supervisor that replaces the dead.
+
+Ray's own restarts are off (`max_restarts=0`): with them the first sign of a death comes after 1 to 2 s, when the
+replacement is up; without, after some 10 ms. So the gateway hears at once that a worker is gone, and again when its
+next incarnation, of the same id and the next epoch, listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from tandem.cluster.actors import IndexSettings, StartFailure, WorkerActor, worker_environment
+from tandem.workers.config import WorkerConfig
+from tandem.workers.errors import TandemError, UserError, WorkerUnavailable
+from tandem.workers.types import Role, WorkerAddress
+
+logger = logging.getLogger(__name__)
+
+POLL_PHASE_S = 0.2
+PLACE_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 3.0
+FIRST_RESTART_S = 0.1
+LAST_RESTART_S = 30.0
+STEADY_S = 60.0
+"""A worker that lived for so long starts its back-off afresh."""
+
+Result = TypeVar("Result")
+
+
+class WorkerSlot:
+    """A place for one worker, and its present incarnation. `config.epoch` counts them."""
+
+    def __init__(self, config: WorkerConfig, index: IndexSettings | None, group: Any, bundle: int) -> None:
+        self.config = config
+        self._index = index
+        self._group = group
+        self._bundle = bundle
+        self._actor: Any = None
+
+    async def start(self, on_phase: Callable[[str], None]) -> WorkerAddress:
+        """Start the present incarnation. Raises `UserError` or `WorkerUnavailable`."""
+        self._actor = self._create_actor()
+        poll = asyncio.create_task(self._poll_phase(on_phase))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                outcome = await self._call("start")
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"{self.config.worker_id} was not up after {START_TIMEOUT_S:.0f} s") from error
+        finally:
+            poll.cancel()
+            await asyncio.gather(poll, return_exceptions=True)
+        if isinstance(outcome, StartFailure):
+            message = f"{self.config.worker_id}: {outcome.message}"
+            raise UserError(message) if outcome.is_user_error else WorkerUnavailable(message)
+        return cast(WorkerAddress, outcome)
+
+    async def wait_end(self) -> str:
+        """Wait until the present incarnation is gone; says why, in one line."""
+        try:
+            await self._call("run_until_stopped")
+        except WorkerUnavailable as error:
+            return str(error)
+        return "it was stopped"
+
+    def next_incarnation(self) -> None:
+        self.config = msgspec.structs.replace(self.config, epoch=self.config.epoch + 1)
+
+    async def stop(self) -> None:
+        """Ask the worker to stop, then see to it."""
+        if self._actor is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._call("stop")
+        except (TimeoutError, WorkerUnavailable) as error:
+            logger.info("%s did not stop by itself: %r", self.config.worker_id, error)
+        self.kill()
+
+    def kill(self) -> None:
+        import ray
+
+        if self._actor is not None:
+            ray.kill(self._actor, no_restart=True)
+            self._actor = None
+
+    def _create_actor(self) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=self._bundle)
+        return (
+            cast(Any, ray.remote(WorkerActor))
+            .options(
+                num_cpus=self.config.num_threads,
+                num_gpus=1 if self.config.device == "cuda" else 0,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=place,
+                runtime_env={"env_vars": worker_environment(self.config.num_threads)},
+            )
+            .remote(self.config, self._index)
+        )
+
+    async def _poll_phase(self, on_phase: Callable[[str], None]) -> None:
+        on_phase("starting its process")
+        while True:
+            on_phase(await self._call("phase"))
+            await asyncio.sleep(POLL_PHASE_S)
+
+    async def _call(self, method: str) -> Any:
+        """Call the actor. Raises `WorkerUnavailable` if it is dead or its process cannot be started."""
+        from ray.exceptions import RayError
+
+        try:
+            return await getattr(self._actor, method).remote()
+        except RayError as error:
+            raise WorkerUnavailable(f"{self.config.worker_id}: {_reason(error)}") from error
+
+
+class Supervisor:
+    """Starts all workers, keeps them alive, stops them.
+
+    `on_up` and `on_down` tell the gateway who exists; `on_phase(worker_id, phase)` tells the user what goes on at the
+    start. All are called on the event loop.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[WorkerConfig],
+        index: IndexSettings | None,
+        *,
+        on_up: Callable[[WorkerAddress], None],
+        on_down: Callable[[str, int], None],
+        on_phase: Callable[[str, str], None],
+    ) -> None:
+        self._configs = configs
+        self._index = index
+        self._on_up = on_up
+        self._on_down = on_down
+        self._on_phase = on_phase
+        self._slots: list[WorkerSlot] = []
+        self._groups: list[Any] = []
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Place the pools and start every worker, all at once. Raises what the first failing worker raises."""
+        for role in ("prefill", "decode", "aggregated"):
+            configs = [config for config in self._configs if config.role == role]
+            if configs:
+                self._slots += await self._place(role, configs)
+        await _all_or_first_error([self._start_slot(slot) for slot in self._slots])
+        self._watches = [asyncio.create_task(self._keep_alive(slot)) for slot in self._slots]
+
+    async def stop(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*(slot.stop() for slot in self._slots))
+        self._remove_groups()
+
+    async def _place(self, role: Role, configs: Sequence[WorkerConfig]) -> list[WorkerSlot]:
+        """A placement group with one bundle per worker of the role."""
+        import ray
+        from ray.exceptions import RayError
+
+        bundles = [_bundle(config) for config in configs]
+        group = ray.util.placement_group(bundles, strategy="PACK", name=role)
+        self._groups.append(group)
+        try:
+            async with asyncio.timeout(PLACE_TIMEOUT_S):
+                await group.ready()
+        except (TimeoutError, RayError) as error:
+            raise WorkerUnavailable(f"there is no room for {len(configs)} {role} workers with {bundles[0]}") from error
+        return [WorkerSlot(config, self._index, group, number) for number, config in enumerate(configs)]
+
+    def _remove_groups(self) -> None:
+        import ray
+
+        for group in self._groups:
+            ray.util.remove_placement_group(group)
+        self._groups.clear()
+
+    async def _start_slot(self, slot: WorkerSlot) -> None:
+        worker_id = slot.config.worker_id
+        address = await slot.start(lambda phase: self._on_phase(worker_id, phase))
+        self._on_up(address)
+
+    async def _keep_alive(self, slot: WorkerSlot) -> None:
+        """For ever: wait for the worker's end, tell the gateway, start the next incarnation."""
+        pause_s = FIRST_RESTART_S
+        while True:
+            born = time.monotonic()
+            reason = await slot.wait_end()
+            self._on_down(slot.config.worker_id, slot.config.epoch)
+            logger.warning("%s has ended: %s", slot.config.worker_id, reason)
+            if time.monotonic() - born > STEADY_S:
+                pause_s = FIRST_RESTART_S
+            pause_s = await self._restart(slot, pause_s)
+
+    async def _restart(self, slot: WorkerSlot, pause_s: float) -> float:
+        """Try until it works; returns the next pause."""
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_RESTART_S)
+            slot.next_incarnation()
+            try:
+                await self._start_slot(slot)
+            except TandemError as error:
+                logger.error("%s; next attempt in %.1f s", error, pause_s)
+                slot.kill()
+            else:
+                logger.warning("%s is back, epoch %d", slot.config.worker_id, slot.config.epoch)
+                return pause_s
+
+
+def _bundle(config: WorkerConfig) -> dict[str, float]:
+    """What one worker takes of a machine, in Ray's words."""
+    bundle: dict[str, float] = {"CPU": config.num_threads}
+    return bundle | {"GPU": 1} if config.device == "cuda" else bundle
+
+
+def _reason(error: Exception) -> str:
+    """Ray's errors are paragraphs; the reason is the first line that is not empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+async def _all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run together; when one fails, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

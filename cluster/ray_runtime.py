@@ -1,0 +1,69 @@
+"""A Ray of our own: local, on loopback only, with a token that nobody else has, gone when we are gone.
+
+Ray places and starts processes; no token, KV byte or heartbeat goes through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+
+import psutil
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray refuses less than 75 MiB, and we store nothing in it."""
+
+
+def prepare_environment() -> None:
+    """What must be in the environment before `ray` is imported; its processes, and the workers, inherit it."""
+    os.environ.update(
+        # Always set: Ray 2.60 otherwise takes its mode and token from files in the user's home.
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        # Ray replaces a node address of 127.0.0.1 by that of the network card, and listens on all interfaces then.
+        # With clusters of several machines declared unsupported it keeps the loopback, and every listener is on it.
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        # A folder named `kernels` in the user's current directory must not become a package in our processes.
+        PYTHONSAFEPATH="1",
+    )
+
+
+def start_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> None:
+    """Start Ray's processes below `folder`. Blocks for 4 to 12 s.
+
+    The thread that calls this must live as long as Ray is needed: its processes end with the thread that started them.
+    """
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        configure_logging=True,
+        logging_level=logging.ERROR,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(folder),
+    )
+
+
+def stop_ray() -> None:
+    """Stop the Ray that `start_ray` started, and no other."""
+    import ray
+
+    ray.shutdown()
+
+
+def kill_children() -> None:
+    """End everything below this process at once."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,59 @@
+"""`tandem status`: the answer of /cluster as a table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from tandem.workers.errors import UserError
+
+STATES = {"ready": "green", "connecting": "yellow", "lost": "red"}
+
+
+def show_status(url: str, *, as_json: bool) -> None:
+    """Print the workers of the cluster whose admin port is `url`. Raises `UserError` if there is none."""
+    cluster = fetch_cluster(url)
+    console = Console()
+    if as_json:
+        console.print_json(json.dumps(cluster))
+    else:
+        console.print(status_table(cluster))
+        up = "[green]up[/]" if cluster["redis"]["up"] else "[red]down[/] (requests are served without its hints)"
+        console.print(f"model {cluster['model']}   prefix index {up}")
+
+
+def fetch_cluster(url: str) -> dict[str, Any]:
+    """GET /cluster. Raises `UserError`."""
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/cluster", timeout=5.0).raise_for_status()
+        cluster: dict[str, Any] = answer.json()
+    except httpx.HTTPStatusError as error:
+        raise UserError(f"{url} is not the admin port of a Tandem cluster: {error.response.status_code}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(
+            f"no Tandem cluster answers at {url} ({type(error).__name__}); is --url the admin port?"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{url} is not the admin port of a Tandem cluster") from error
+    return cluster
+
+
+def status_table(cluster: dict[str, Any]) -> Table:
+    """One row per worker. Blocks by state; `running` and `waiting` are sequences."""
+    columns = ("used", "cached", "incoming", "free", "quarantined", "total")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("worker", "role", "state"):
+        table.add_column(name)
+    for name in ("pid", "epoch", "running", "waiting", *columns):
+        table.add_column(name, justify="right")
+    for worker in cluster["workers"]:
+        color = STATES.get(worker["state"], "white")
+        numbers = [worker[name] for name in ("pid", "epoch", "running", "waiting")]
+        numbers += [worker["blocks"][name] for name in columns]
+        cells = ["-" if number is None else str(number) for number in numbers]
+        table.add_row(worker["id"], worker["role"], f"[{color}]{worker['state']}[/]", *cells)
+    return table
