@@ -141,6 +141,10 @@ class WorkerLink:
             except ProtocolError as error:
                 logger.error("worker %s broke the protocol: %s", self.worker_id, error)
                 retry_s = LAST_RETRY_S
+            except Exception:
+                # a bug of ours must not cost the worker: its requests move on, and it is tried again
+                logger.exception("the connection to worker %s met a bug", self.worker_id)
+                retry_s = LAST_RETRY_S
             finally:
                 self._lose()
             await asyncio.sleep(retry_s)

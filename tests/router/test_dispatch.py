@@ -382,3 +382,19 @@ async def test_tokens_of_many_requests_in_one_frame(open_house: Any, tokenizer: 
     house = await open_house(answering(tokens_for))
     answers = await asyncio.gather(*(chat(house, seed=number) for number in range(8)))
     assert [answer.choices[0].message.content for answer in answers] == words
+
+
+async def test_bug_while_reading_does_not_lose_the_worker(open_house: Any, saying: Any, monkeypatch: Any) -> None:
+    house = await open_house(saying(TEXT))
+    calls = []
+
+    def stumble(snapshot: Any) -> None:
+        calls.append(snapshot)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(house.gateway.workers, "on_snapshot", stumble)
+    monkeypatch.setattr("tandem.router.workers.LAST_RETRY_S", 0.05)
+    await house.until(lambda: bool(calls) and len(house.gateway.workers.ready()) < 2)
+    await house.until(lambda: len(house.gateway.workers.ready()) == 2)
+    assert (await chat(house)).choices[0].message.content == TEXT
