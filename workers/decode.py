@@ -54,12 +54,15 @@ class ActiveRequest:
     request: Request
     engine_id: str
     prefill: WorkerAddress | None
+    """Who is to read the prompt, as far as anybody else is."""
     sequences: list[Sequence] = field(default_factory=list)
     open_choices: set[int] = field(default_factory=set)
     is_started: bool = False
     deadline: asyncio.TimerHandle | None = None
-    handover: asyncio.Task[None] | None = None
+    handovers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """By choice. Mostly one: others find the prompt here, and only a long answer to continue is fetched as well."""
     delivered: Delivered | None = None
+    """The first choice's."""
     replacement: asyncio.Future[WorkerAddress | None] | None = None
     """Set while the gateway is asked for another prefill worker."""
 
@@ -145,7 +148,7 @@ class DecodeWorker:
         handover = self._spawn(self._receive(active, sequence), f"handover {sequence.request_id}")
         # However it ends, even before it began: a cancelled sequence's blocks are given back when no pull is left.
         handover.add_done_callback(lambda _: self.engine.release_incoming(sequence))
-        active.handover = handover
+        active.handovers[sequence.choice] = handover
 
     # A request's beginning and end
 
@@ -190,7 +193,7 @@ class DecodeWorker:
             Started(
                 request_id=active.request.request_id,
                 path="local" if delivered is None else "remote",
-                prefill_worker=self.address.worker_id if active.prefill is None else active.prefill.worker_id,
+                prefill_worker=self.address.worker_id if delivered is None else delivered.worker_id,
                 decode_worker=self.address.worker_id,
                 cached_tokens=sequence.num_cached_tokens if delivered is None else delivered.cached_tokens,
                 queue_s=queued_s,
@@ -214,8 +217,8 @@ class DecodeWorker:
         self._stop(active)
 
     def _stop(self, active: ActiveRequest, choice: int | None = None) -> None:
-        if self.engine.cancel(active.engine_id, choice) and active.handover is not None:
-            active.handover.cancel()
+        for sequence in self.engine.cancel(active.engine_id, choice):
+            active.handovers[sequence.choice].cancel()
 
     def _fail(self, active: ActiveRequest, message: str, *, retryable: bool = False) -> None:
         self._cancel(active)
@@ -247,9 +250,9 @@ class DecodeWorker:
         for attempt in itertools.count():
             if active.prefill is None:
                 break
-            handover = self._handover(f"{active.engine_id}.{attempt}", active, sequence)
+            handover = self._handover(f"{active.engine_id}.{sequence.choice}.{attempt}", active, sequence)
             try:
-                active.delivered = await handover.run(self.peers, active.prefill)
+                delivered = await handover.run(self.peers, active.prefill)
             except TransferError as error:
                 self._count_failure(active, error)
                 if isinstance(error, PullTimeout) and not self._set_aside(sequence, handover.pulling, error):
@@ -259,7 +262,9 @@ class DecodeWorker:
                     return
                 active.prefill = await self._next_prefill(active, error)
             else:
-                output = self.engine.handover_finished(sequence, active.delivered.first_token)
+                if sequence is active.sequences[0]:
+                    active.delivered = delivered
+                output = self.engine.handover_finished(sequence, delivered.first_token)
                 if output is not None:
                     self.on_outputs([output])
                 return
@@ -293,17 +298,17 @@ class DecodeWorker:
 
     async def _next_prefill(self, active: ActiveRequest, error: TransferError) -> WorkerAddress | None:
         """Who else? Only a worker that is lost or refuses is replaced; after any other failure we compute here."""
-        assert active.prefill is not None
-        if error.reason not in ("disconnect", "refused", "timeout"):
+        if error.reason not in ("disconnect", "refused", "timeout") or active.prefill is None:
             return None
-        active.replacement = asyncio.get_running_loop().create_future()
-        question = NeedPrefill(
-            request_id=active.request.request_id, failed_worker=active.prefill.worker_id, reason=error.reason
-        )
-        active.connection.post(question)
+        if active.replacement is None or active.replacement.done():
+            active.replacement = asyncio.get_running_loop().create_future()
+            question = NeedPrefill(
+                request_id=active.request.request_id, failed_worker=active.prefill.worker_id, reason=error.reason
+            )
+            active.connection.post(question)
         try:
             async with asyncio.timeout(NEED_PREFILL_TIMEOUT_S):
-                return await active.replacement
+                return await asyncio.shield(active.replacement)
         except TimeoutError:
             return None
 

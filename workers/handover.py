@@ -27,6 +27,7 @@ from tandem.workers.types import KVTicket, TicketBlock, WorkerAddress
 class Delivered:
     """A handover that succeeded: all KV of the sequence is in its blocks, and this is the token that follows."""
 
+    worker_id: str
     first_token: SampledToken
     cached_tokens: int
     prefill_ended_at: float
@@ -130,7 +131,8 @@ class Handover:
             await self._pull(peer, reader.accept(ticket))
         await self._confirm(peer, inbox, reader.blocks.values())
         assert reader.last is not None
-        return Delivered(_checked_first_token(reader.last), reader.last.cached_tokens, prefill_ended_at)
+        first_token = _checked_first_token(reader.last)
+        return Delivered(peer.address.worker_id, first_token, reader.last.cached_tokens, prefill_ended_at)
 
     def _question(self) -> Prefill:
         sequence = self._sequence

@@ -1,4 +1,4 @@
-"""Real workers in this process: real engine, model, sockets and (where asked for) NIXL; a gateway reduced to its wire."""
+"""Real workers in this process: real engine, model, sockets, NIXL if asked for; a gateway reduced to its wire."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+
 from tandem.workers.config import WorkerConfig
 from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import WorkerUnavailable
@@ -188,7 +189,7 @@ class Bench:
     async def settled(self, timeout_s: float = 2.0) -> None:
         """Wait until no worker uses a block; raise if one still does then."""
         async with asyncio.timeout(timeout_s):
-            while any(not is_at_rest(server) for server in self.servers):
+            while any(not is_at_rest(server) for server in self.servers):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for server in self.servers:
             server.engine.check()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+
 from tandem.workers import protocol
 from tandem.workers.connection import Connection
 from tandem.workers.errors import WorkerUnavailable

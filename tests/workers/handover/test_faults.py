@@ -1,4 +1,4 @@
-"""Every way in which a pull can go wrong: found, counted, recovered by recomputing, and never a wrong token or a leak."""
+"""All ways in which a pull can go wrong: found, counted, recovered by recomputing; no wrong token, no leak."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from frame_proxy import Cut, FrameProxy
+
 from tandem.workers.protocol import Confirm, Prefill, Renew, TicketPart
 from tandem.workers.transfer.faulty import Delay, Fail, FaultPlan, FaultyTransfer, FlipBit, Hang, SkipBlock
 from tandem.workers.types import Request
@@ -18,7 +19,7 @@ FAILURES = "kv_transfer_failures_total"
 
 
 class Scene:
-    """A worker that says what is right, a decode worker under test, a prefill worker behind a proxy, and a second one."""
+    """A worker that says what is right, a decode worker under test, a prefill worker behind a proxy, and another."""
 
     def __init__(self, bench: Any, make_request: Callable[..., Request]) -> None:
         self.bench, self.make_request = bench, make_request

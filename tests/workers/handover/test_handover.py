@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from tandem.workers.types import Choice, Request
 
 
@@ -72,3 +73,19 @@ async def test_nobody_to_prefill(bench: Any, make_request: Callable[..., Request
     answer = await gateway.ask(make_request("r", 200))
     assert answer.started[0].path == "local"
     assert answer.started[0].prefill_worker == "d0"
+
+
+async def test_long_answers_of_several_choices_are_continued(bench: Any, make_request: Callable[..., Request]) -> None:
+    """Two choices with much to fetch beyond their common prompt: two handovers of one request at the same time."""
+    prefill, decode = await bench.worker("prefill", "p0"), await bench.worker("decode", "d0")
+    gateway = await bench.gateway(decode)
+    request = make_request("whole", 50, choices=2, max_tokens=100)
+    whole = await gateway.ask(request, prefill.address)
+    fresh = await bench.gateway(await bench.worker("decode", "d1"))
+    emitted = {index: tuple(whole.token_ids[index][: 80 + index]) for index in (0, 1)}
+    choices = tuple(Choice(index=index, emitted_token_ids=token_ids) for index, token_ids in emitted.items())
+    rest = await fresh.ask(msgspec.structs.replace(request, request_id="rest", choices=choices), prefill.address)
+    for index in (0, 1):
+        assert rest.token_ids[index] == whole.token_ids[index][80 + index :]
+        assert rest.logprobs[index] == whole.logprobs[index][80 + index :]
+    await bench.settled()
