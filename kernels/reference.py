@@ -26,6 +26,8 @@ from tandem.kernels.reference_sampling import sample
 
 _ROW_TILE = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}
 """Rows of one GEMM call. bfloat16 has matrix units, where 64 rows cost about what 4 do."""
+_IN_FEATURES_STEP = 32
+"""oneDNN reads a shorter last step of bfloat16 on into the next row, times zero: a NaN there would spoil this row."""
 _ROWS_IN_CACHE = 64
 """Rows of one element-wise pass: temporaries as long as a whole chunk cost more in page faults than in maths."""
 
@@ -86,7 +88,7 @@ class ReferenceOps:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         out_features, in_features = weight.shape
-        weight = weight.contiguous()
+        weight = F.pad(weight, (0, -in_features % _IN_FEATURES_STEP)).contiguous()
         can_prepack = weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         if can_prepack:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROW_TILE[weight.dtype])
@@ -100,8 +102,9 @@ class ReferenceOps:
         for start in range(0, num_rows, tile):
             rows = x[start : start + tile]
             missing = tile - rows.shape[0]
-            if missing:
-                rows = F.pad(rows, (0, 0, 0, missing))
+            narrow = -packed.in_features % _IN_FEATURES_STEP
+            if missing or narrow:
+                rows = F.pad(rows, (0, narrow, 0, missing))
             out[start : start + tile] = packed.tile(rows)[: tile - missing]
         return out
 

@@ -1,0 +1,187 @@
+"""The sampling op against a slow, literal reading of its definition; ties, penalties, and bits at any batch size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.kernels import reference_sampling
+from tandem.kernels.ops import Penalties, SamplingInputs, load_ops
+from tandem.kernels.philox import uniform
+
+OPS = load_ops("reference")
+
+
+def make_inputs(num_rows: int, **changes: object) -> SamplingInputs:
+    values: dict[str, object] = {
+        "temperature": torch.ones(num_rows),
+        "top_k": torch.zeros(num_rows, dtype=torch.int64),
+        "top_p": torch.ones(num_rows),
+        "min_p": torch.zeros(num_rows),
+        "seed": torch.arange(num_rows) * 7919,
+        "choice": torch.zeros(num_rows, dtype=torch.int64),
+        "position": torch.arange(num_rows),
+    }
+    return SamplingInputs(**(values | changes))  # type: ignore[arg-type]
+
+
+def kept_tokens(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Literally: min-p, then top-k, then top-p, over Python floats."""
+    weights = [math.exp(x - max(logits)) for x in logits]
+    kept = {i for i, w in enumerate(weights) if w >= min_p}
+    if 0 < top_k < len(logits):
+        kth = sorted(logits, reverse=True)[top_k - 1]
+        kept = {i for i in kept if logits[i] >= kth}
+    if top_p >= 1:
+        return kept
+    mass, before, result = sum(weights[i] for i in kept), 0.0, set()
+    for i in sorted(kept, key=lambda i: (-logits[i], i)):
+        if before >= top_p * mass and result:
+            break
+        result.add(i)
+        before += weights[i]
+    return result
+
+
+FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (40, 0.9, 0.01), (1, 1.0, 0.0), (0, 1e-6, 0.0)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize("num_candidates", [4, 1024])
+def test_drawn_token_is_the_inverse_cdf_over_the_kept_tokens(
+    top_k: int, top_p: float, min_p: float, num_candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_sampling, "_CANDIDATES", num_candidates)
+    num_rows, vocab_size = 300, 101
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+    inputs = make_inputs(
+        num_rows,
+        top_k=torch.full((num_rows,), top_k),
+        top_p=torch.full((num_rows,), top_p),
+        min_p=torch.full((num_rows,), min_p),
+    )
+    chosen = OPS.sample(logits, inputs).token_ids.tolist()
+    numbers = uniform(inputs.seed, inputs.choice, inputs.position).tolist()
+    for row in range(num_rows):
+        values = logits[row].tolist()
+        kept = kept_tokens(values, top_k, top_p, min_p)
+        weights = [math.exp(x - max(values)) if i in kept else 0.0 for i, x in enumerate(values)]
+        target, running = numbers[row] * sum(weights), 0.0
+        expected = next(i for i, w in enumerate(weights) if (running := running + w) > target)
+        assert chosen[row] == expected
+
+
+def test_equals_are_resolved_by_the_lower_id() -> None:
+    logits = torch.zeros(1, 50)
+    logits[0, 10:20] = 1.0
+    greedy = make_inputs(1, temperature=torch.zeros(1))
+    assert int(OPS.sample(logits, greedy).token_ids) == 10
+    half = make_inputs(400, top_p=torch.full((400,), 0.1), position=torch.arange(400))
+    chosen = OPS.sample(logits.expand(400, 50), half).token_ids  # ten equals of weight e, forty of weight 1: e/67 each
+    assert set(chosen.tolist()) == {10, 11, 12}
+    top = OPS.sample(logits, make_inputs(1, logprob_rows=torch.tensor([0]), num_top_logprobs=3))
+    assert top.top_token_ids is not None
+    assert top.top_token_ids.tolist() == [[10, 11, 12]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.25, 2.0])
+def test_frequencies_follow_the_distribution(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 0.0, 2.0, -1.0]])
+    count = 20_000
+    inputs = make_inputs(count, temperature=torch.full((count,), temperature), seed=torch.full((count,), 3))
+    share = OPS.sample(logits.expand(count, 4), inputs).token_ids.bincount(minlength=4) / count
+    expected = torch.softmax(logits[0] / temperature, -1) if temperature else torch.tensor([0.0, 0.0, 1.0, 0.0])
+    assert torch.allclose(share.double(), expected.double(), atol=0.015)
+
+
+def test_penalties_follow_their_formula_and_spare_other_rows() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]] * 2)
+    penalties = Penalties(
+        token_ids=torch.tensor([[0, 1, 2, 2, 3], [0, 0, 0, 0, 0]]),  # the last place of row 0 is padding
+        prompt_lens=torch.tensor([2, 0]),
+        lens=torch.tensor([4, 0]),
+        presence=torch.tensor([0.5, 9.0]),
+        frequency=torch.tensor([0.25, 9.0]),
+        repetition=torch.tensor([2.0, 9.0]),
+    )
+    penalised = reference_sampling._penalise(logits, penalties)
+    assert penalised.tolist() == [[1.0, -4.0, 0.5 - 0.5 - 0.5, 0.5], [2.0, -2.0, 1.0, 0.5]]
+    assert logits.tolist() == [[2.0, -2.0, 1.0, 0.5]] * 2
+    inputs = make_inputs(
+        2, temperature=torch.zeros(2), penalties=penalties, logprob_rows=torch.tensor([0, 1]), num_top_logprobs=1
+    )
+    sampled = OPS.sample(logits, inputs)
+    assert sampled.logprobs is not None
+    assert torch.equal(sampled.logprobs, torch.log_softmax(logits, -1)[:, 0])  # of the raw logits
+
+
+def random_inputs(num_rows: int, vocab_size: int) -> tuple[Tensor, SamplingInputs]:
+    generator = torch.Generator().manual_seed(5)
+
+    def pick(*values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (num_rows,), generator=generator)]
+
+    # bfloat16 logits of a large vocabulary are full of equals
+    logits = (torch.randn(num_rows, vocab_size, generator=generator) * 4).to(torch.bfloat16)
+    lens = torch.randint(0, 30, (num_rows,), generator=generator)
+    penalties = Penalties(
+        torch.randint(vocab_size, (num_rows, 30), generator=generator),
+        lens // 2,
+        lens,
+        pick(0.0, 0.5),
+        pick(0.0, 0.3),
+        pick(1.0, 1.3),
+    )
+    inputs = make_inputs(
+        num_rows,
+        temperature=pick(0.0, 0.7, 1.0, 1.5),
+        top_k=pick(0, 1, 50, 3000).long(),
+        top_p=pick(1.0, 0.95, 0.5),
+        min_p=pick(0.0, 0.05),
+        penalties=penalties,
+        logprob_rows=torch.arange(num_rows),
+        num_top_logprobs=20,
+    )
+    return logits, inputs
+
+
+def rows_of(inputs: SamplingInputs, rows: slice, num_top: int) -> SamplingInputs:
+    assert inputs.penalties is not None
+    penalties = Penalties(*(getattr(inputs.penalties, field.name)[rows] for field in fields(Penalties)))
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position")
+    num_rows = len(inputs.seed[rows])
+    return replace(
+        inputs,
+        **{name: getattr(inputs, name)[rows] for name in names},
+        penalties=penalties,
+        logprob_rows=torch.arange(num_rows),
+        num_top_logprobs=num_top,
+    )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_have_the_same_bits_at_any_batch_size(num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        logits, inputs = random_inputs(24, 49_152)
+        whole = OPS.sample(logits, inputs)
+        assert whole.logprobs is not None
+        assert whole.top_token_ids is not None
+        assert whole.top_logprobs is not None
+        for start, stop, num_top in [(0, 1, 20), (5, 6, 1), (3, 10, 5), (23, 24, 20), (7, 24, 3)]:
+            rows = slice(start, stop)
+            part = OPS.sample(logits[rows], rows_of(inputs, rows, num_top))
+            assert torch.equal(part.token_ids, whole.token_ids[rows])
+            assert part.logprobs is not None
+            assert torch.equal(part.logprobs, whole.logprobs[rows])
+            assert part.top_token_ids is not None
+            assert torch.equal(part.top_token_ids, whole.top_token_ids[rows, :num_top])
+            assert part.top_logprobs is not None
+            assert torch.equal(part.top_logprobs, whole.top_logprobs[rows, :num_top])
+    finally:
+        torch.set_num_threads(before)
