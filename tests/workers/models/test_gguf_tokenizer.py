@@ -211,3 +211,13 @@ def test_vocabulary_with_a_token_twice() -> None:
 def test_scores_of_another_length() -> None:
     with pytest.raises(ModelError, match="scores"):
         build_tokenizer(as_file(sentencepiece(**{"tokenizer.ggml.scores": [0.0]})))
+
+
+@pytest.mark.parametrize(("scores", "expected"), [((-1.0, -2.0), ["ab", "c"]), ((-2.0, -1.0), ["a", "bc"])])
+def test_the_better_score_merges_first(scores: tuple[float, float], expected: list[str]) -> None:
+    metadata = sentencepiece(**{"tokenizer.ggml.add_space_prefix": False})
+    pieces = ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "bc"]
+    metadata["tokenizer.ggml.tokens"] = pieces
+    metadata["tokenizer.ggml.scores"] = [0.0] * 3 + [-9.0] * 3 + list(scores)
+    metadata["tokenizer.ggml.token_type"] = [2, 3, 3] + [1] * 5
+    assert build_tokenizer(as_file(metadata)).encode("abc", add_special_tokens=False).tokens == expected
