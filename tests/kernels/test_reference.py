@@ -192,8 +192,14 @@ def test_attention_formula(dtype: torch.dtype, heads: tuple[int, int, int], wind
 
 @pytest.mark.parametrize(
     ("heads", "window", "num_threads"),
-    [(HEADS[0], None, 1), (HEADS[0], 40, 1), (HEADS[1], None, 1), (HEADS[2], 40, 1), (HEADS[3], None, 1)]
-    + [(HEADS[0], None, 2)],
+    [
+        (HEADS[0], None, 1),
+        (HEADS[0], None, 2),
+        (HEADS[0], 40, 1),
+        (HEADS[1], None, 1),
+        (HEADS[2], 40, 1),
+        (HEADS[3], None, 1),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_bits_do_not_depend_on_chunks_or_company(
