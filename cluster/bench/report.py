@@ -48,9 +48,9 @@ def print_report(report: ServeReport, console: Console) -> None:
 def latencies(report: ServeReport) -> dict[str, Percentiles | None]:
     summary = report.summary
     return {
-        "time to first token": summary.ttft,
-        "inter-token, mean per request": summary.itl_per_request,
-        "inter-token, each gap": summary.itl_per_gap,
+        "first token (TTFT)": summary.ttft,
+        "ITL, request's mean": summary.itl_per_request,
+        "ITL, each gap": summary.itl_per_gap,
         "end to end": summary.end_to_end,
         "handover": report.handover,
     }
