@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.cluster.model_cache import ignore_progress
-from tandem.cluster.model_source import DtypeChoice, Progress, resolve_model
+from tandem.cluster.model_cache import Progress, ignore_progress
+from tandem.cluster.model_source import DtypeChoice, resolve_model
 from tandem.router.detokenizer import Detokenizer
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.config import WorkerConfig

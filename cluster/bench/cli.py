@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -125,3 +126,43 @@ def _run(options: object, json_path: str | None, plot: Path | None) -> int:
     if plot is not None:
         save_plot(report, plot)
     return report.summary.num_ok
+
+
+@bench_app.command("parity")
+def parity(
+    model: Annotated[str, typer.Argument(help="As for tandem serve.")] = "smollm2-135m-instruct",
+    requests: Annotated[int, typer.Option(help="How many different requests, prompts of 1 to 2,000 tokens.")] = 40,
+    chunk: Annotated[list[int], typer.Option(help="Prefill chunk, tokens. Repeat for several.")] = [64, 512],  # noqa: B006
+    concurrency: Annotated[int, typer.Option(help="Requests at once, besides one at a time.")] = 16,
+    vocab_size: Annotated[int, typer.Option(help="Prompts are random token ids below this.")] = 49_000,
+    seed: Annotated[int, typer.Option(help="Other prompts, other seeds.")] = 0,
+    dtype: Annotated[str, typer.Option(help="As for tandem serve.")] = "auto",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the outcomes to this file.")] = None,
+) -> None:
+    """Check that answers do not depend on how they were served: bit for bit.
+
+    Starts a server of its own for each of {aggregated, disaggregated} x {chunks} x {alone, many at once}, and asks it
+    everything twice: cold, then cached. Exit code 1 if anything differs.
+    """
+    from tandem.cluster.bench.parity import compare_ways, show_outcomes
+
+    console = Console(stderr=True)
+    outcomes = asyncio.run(
+        compare_ways(
+            model,
+            num_requests=requests,
+            chunks=chunk,
+            concurrency=concurrency,
+            seed=seed,
+            vocab_size=vocab_size,
+            arguments=("--dtype", dtype),
+            on_outcome=lambda outcome: console.print(
+                f"{outcome.num_equal}/{outcome.num_requests} equal: {outcome.way}"
+            ),
+            on_progress=lambda message: console.print(message, style="dim"),
+        )
+    )
+    show_outcomes(outcomes, Console())
+    if json_path is not None:
+        json_path.write_bytes(msgspec.json.encode(outcomes))
+    raise typer.Exit(0 if all(outcome.difference is None for outcome in outcomes) else 1)
