@@ -1,0 +1,68 @@
+"""40 requests and every way of serving them: one worker or two, alone or crowded, cold or cached, chunk sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.workers.types import Request
+
+LENGTHS = [*range(1, 8), 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 80, 96, 97, 111, 112, 127, 128, 129, 150, 192]
+LENGTHS += [200, 255, 256, 257, 300, 333, 400, 450, 500, 513, 640, 700]
+VARIANTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"choices": 2},
+    {"max_tokens": 1},
+    {"top_k": 20, "min_p": 0.02, "frequency_penalty": 0.6, "num_logprobs": 5},
+    {"repetition_penalty": 1.3, "stop_token_ids": tuple(range(3, 12))},
+    {"num_logprobs": None, "presence_penalty": -0.5},
+]
+
+
+@pytest.fixture
+def requests(make_request: Callable[..., Request]) -> list[Request]:
+    return [
+        make_request(f"r{index}", length, content=index, seed=index, **VARIANTS[index % len(VARIANTS)])
+        for index, length in enumerate(LENGTHS)
+    ]
+
+
+async def ask_all(gateway: Any, prefill: Any, requests: list[Request], concurrency: int, round_: str) -> list[Any]:
+    limit = asyncio.Semaphore(concurrency)
+
+    async def ask(request: Request) -> Any:
+        async with limit:
+            named = msgspec.structs.replace(request, request_id=f"{round_} {request.request_id}")
+            return await gateway.ask(named, prefill)
+
+    order = list(range(len(requests)))
+    random.Random(round_).shuffle(order)
+    answers = await asyncio.gather(*(ask(requests[index]) for index in order))
+    by_index = dict(zip(order, answers))
+    return [by_index[index].outcome for index in range(len(requests))]
+
+
+async def test_every_way_gives_the_same(bench: Any, requests: list[Request]) -> None:
+    assert len(requests) == 40
+    expected: list[Any] | None = None
+    for chunk in (64, 512):
+        for mode in ("aggregated", "disaggregated"):
+            for concurrency in (1, 16):
+                name = f"{mode}-{chunk}-{concurrency}"
+                sizes = {"max_num_batched_tokens": chunk, "kv_cache_memory_bytes": 16 << 20}
+                prefill = await bench.worker("prefill", f"p-{name}", **sizes) if mode == "disaggregated" else None
+                role = "decode" if prefill else "aggregated"
+                gateway = await bench.gateway(await bench.worker(role, f"d-{name}", **sizes))
+                for temperature_of_cache in ("cold", "cached"):
+                    outcomes = await ask_all(
+                        gateway, prefill and prefill.address, requests, concurrency, f"{name}-{temperature_of_cache}"
+                    )
+                    expected = outcomes if expected is None else expected
+                    assert outcomes == expected, name
+    await bench.settled()
