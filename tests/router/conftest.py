@@ -212,3 +212,23 @@ def saying(tokenizer: Tokenizer) -> Callable[..., Script]:
         return answering(tokens_for, **how)
 
     return build
+
+
+@dataclass
+class Doorstep:
+    """A gateway without workers or sockets: as far as a refused request comes."""
+
+    gateway: Gateway
+    http: httpx.AsyncClient
+
+    outcomes = House.outcomes
+
+
+@pytest.fixture
+async def doorstep(tokenizer_folder: Path) -> AsyncIterator[Doorstep]:
+    gateway = Gateway(GatewayConfig(model_name=MODEL, tokenizer_folder=tokenizer_folder, max_model_len=512))
+    await gateway.start()
+    transport = httpx.ASGITransport(gateway.app)
+    async with httpx.AsyncClient(base_url="http://gateway", transport=transport, verify=False) as http:
+        yield Doorstep(gateway, http)
+    await gateway.stop()

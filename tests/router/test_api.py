@@ -53,16 +53,16 @@ WRONG_VALUES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("field", "value"), WRONG_VALUES)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_wrong_values_are_refused_by_name(house: Any, path: str, field: str, value: Any) -> None:
+async def test_wrong_values_are_refused_by_name(doorstep: Any, path: str, field: str, value: Any) -> None:
     question: dict[str, Any] = {"messages": MESSAGES} if path == CHAT else {"prompt": "Hi"}
-    response = await house.http.post(path, json={"model": "tiny", **question, field: value})
+    response = await doorstep.http.post(path, json={"model": "tiny", **question, field: value})
     assert response.status_code == 400
     param = response.json()["error"]["param"]
     assert param.partition("[")[0] == field
     assert_error(response, 400, param=param)
 
 
-async def test_every_field_of_the_api_is_honoured_or_refused(house: Any) -> None:
+async def test_every_field_of_the_api_is_honoured_or_refused(doorstep: Any) -> None:
     """No field that the client library can send is ignored."""
     from openai.types import completion_create_params
     from openai.types.chat import completion_create_params as chat_create_params
@@ -78,7 +78,7 @@ async def test_every_field_of_the_api_is_honoured_or_refused(house: Any) -> None
             assert (field in request.model_fields) != (field in unsupported), field
         question = {"messages": MESSAGES} if path == CHAT else {"prompt": "Hi"}
         for field in unsupported:
-            response = await house.http.post(path, json={"model": "tiny", **question, field: {"some": "thing"}})
+            response = await doorstep.http.post(path, json={"model": "tiny", **question, field: {"some": "thing"}})
             assert field in assert_error(response, 400, param=field, code="unsupported_parameter")
 
 
@@ -108,8 +108,8 @@ async def test_values_that_ask_for_nothing_are_fine(house: Any) -> None:
         ("text", "messages[0]"),
     ],
 )
-async def test_wrong_messages_are_refused_by_place(house: Any, message: Any, param: str) -> None:
-    response = await house.http.post(CHAT, json={"model": "tiny", "messages": [message]})
+async def test_wrong_messages_are_refused_by_place(doorstep: Any, message: Any, param: str) -> None:
+    response = await doorstep.http.post(CHAT, json={"model": "tiny", "messages": [message]})
     assert_error(response, 400, param=param)
 
 
@@ -143,10 +143,10 @@ async def test_wrong_messages_are_refused_by_place(house: Any, message: Any, par
         (COMPLETIONS, {"model": "tiny", "prompt": [7] * 500, "max_tokens": 13}, "prompt", "context_length_exceeded"),
     ],
 )  # fmt: skip
-async def test_wrong_requests(house: Any, path: str, body: Any, param: str, code: str | None) -> None:
-    response = await house.http.post(path, json=body)
+async def test_wrong_requests(doorstep: Any, path: str, body: Any, param: str, code: str | None) -> None:
+    response = await doorstep.http.post(path, json=body)
     assert_error(response, 400, param=param, code=code)
-    assert await house.outcomes() == {"rejected": 1}
+    assert await doorstep.outcomes() == {"rejected": 1}
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ async def test_wrong_requests(house: Any, path: str, body: Any, param: str, code
         b'{"model":"tiny","messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
     ],
 )  # fmt: skip
-async def test_what_is_not_json(house: Any, body: bytes) -> None:
-    response = await house.http.post(CHAT, content=body)
+async def test_what_is_not_json(doorstep: Any, body: bytes) -> None:
+    response = await doorstep.http.post(CHAT, content=body)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
-    assert await house.outcomes() == {"rejected": 1}
+    assert await doorstep.outcomes() == {"rejected": 1}
 
 
 async def test_errors_raise_the_clients_own_exceptions(house: Any) -> None:
@@ -176,12 +176,12 @@ async def test_errors_raise_the_clients_own_exceptions(house: Any) -> None:
         await create(model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
 
 
-async def test_unknown_paths_and_methods(house: Any) -> None:
-    assert_error(await house.http.get("/v1/nothing"), 404, code="not_found")
-    assert_error(await house.http.get(CHAT), 405, code="method_not_allowed")
-    assert_error(await house.http.get("/docs"), 404)
-    assert_error(await house.http.get("/metrics"), 404)
-    assert_error(await house.http.get("/v1/models/other"), 404, param="model", code="model_not_found")
+async def test_unknown_paths_and_methods(doorstep: Any) -> None:
+    assert_error(await doorstep.http.get("/v1/nothing"), 404, code="not_found")
+    assert_error(await doorstep.http.get(CHAT), 405, code="method_not_allowed")
+    assert_error(await doorstep.http.get("/docs"), 404)
+    assert_error(await doorstep.http.get("/metrics"), 404)
+    assert_error(await doorstep.http.get("/v1/models/other"), 404, param="model", code="model_not_found")
 
 
 # Limits

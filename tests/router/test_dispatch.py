@@ -43,6 +43,7 @@ async def test_decode_worker_dies_and_another_goes_on(
     emitted = max(len(submits(w)[0].request.choices[0].emitted_token_ids) for w in (first, second))
     assert emitted == frame_len * die_after  # all that was said was taken, and is not said again
     assert house.gateway.metrics.registry.get_sample_value("tandem_migrations_total", {"reason": "decode_lost"}) == 1
+    assert house.gateway.metrics.registry.get_sample_value("tandem_prompt_tokens_total") == answer.usage.prompt_tokens
     assert await house.outcomes() == {"ok": 1}
 
 

@@ -70,6 +70,7 @@ def test_what_workers_may_not_say() -> None:
     strange = {"requests_total": 5.0, "bad name": 1.0, "": 1.0, 'fine_total{a="b",c="d\\"e"}': 1.0}
     metrics.observe_snapshot(snapshot(counters=strange, histograms={"unknown_seconds": (1.0,), "{": (1.0,)}))
     assert b"bad name" not in metrics.render()
+    assert b"tandem_requests_total 5" not in metrics.render()
     assert metrics.registry.get_sample_value("tandem_requests_total", {"outcome": "ok"}) == 0
 
 
