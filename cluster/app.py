@@ -32,12 +32,13 @@ from starlette.types import ASGIApp
 
 from tandem.cluster.actors import IndexSettings
 from tandem.cluster.config import ClusterConfig, ResolvedConfig, gateway_config, resolve, resolve_device, worker_configs
+from tandem.cluster.guard import guarded
 from tandem.cluster.listeners import bind, url_of
 from tandem.cluster.model_cache import CACHE_VARIABLE
 from tandem.cluster.model_source import ResolvedModel, resolve_model
 from tandem.cluster.pools import Supervisor
 from tandem.cluster.progress import StartProgress
-from tandem.cluster.ray_runtime import kill_children, prepare_environment, start_ray, stop_ray
+from tandem.cluster.ray_runtime import prepare_environment, start_ray, stop_ray
 from tandem.cluster.redis_server import EmbeddedRedis
 from tandem.router.gateway import Gateway
 from tandem.workers.errors import WorkerUnavailable
@@ -61,13 +62,14 @@ def run(config: ClusterConfig, progress: StartProgress) -> None:
 
 
 async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
-    stop = asyncio.Event()
+    signals = _StopSignals()
     async with AsyncExitStack() as stack:
-        stack.enter_context(_signals_set(stop))
+        signals.install()
+        stack.callback(signals.remove)
         public = stack.enter_context(bind(config.host, config.port, flag="--port"))
         admin = stack.enter_context(bind("127.0.0.1", config.admin_port, flag="--admin-port"))
-        cluster = _Cluster(config, progress, stack)
-        stopping = asyncio.create_task(stop.wait())
+        cluster = _Cluster(config, progress, stack, signals)
+        stopping = asyncio.create_task(signals.stop.wait())
         with progress.showing():
             starting = asyncio.create_task(cluster.start(public, admin))
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,16 +94,21 @@ class _Started:
 class _Cluster:
     """The start, in the order of the picture above. Everything started is on `stack`."""
 
-    def __init__(self, config: ClusterConfig, progress: StartProgress, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, config: ClusterConfig, progress: StartProgress, stack: AsyncExitStack, signals: _StopSignals
+    ) -> None:
         self._config = config
         self._progress = progress
         self._stack = stack
+        self._signals = signals
         self._cluster_key = secrets.token_bytes(32)
         self._namespace = secrets.token_hex(8)
+        self._is_starting = True
 
     async def start(self, public: socket, admin: socket) -> _Started:
         config = self._config = _with_absolute_paths(self._config)
         folder = self._stack.enter_context(_run_folder())
+        self._stack.enter_context(guarded(folder))
         finding = asyncio.create_task(self._find_model())
         self._stack.callback(finding.cancel)
         redis_url = config.redis_url or await self._start_redis(folder)
@@ -145,6 +152,7 @@ class _Cluster:
         # every worker has at least one thread, also where there are fewer cores than workers
         num_cpus = max(num_workers, os.cpu_count() or 1)
         await self._stack.enter_async_context(_running_ray(folder, num_cpus=num_cpus, num_gpus=num_gpus))
+        self._signals.install()  # Ray's handler of SIGTERM prints a C++ stack trace
         self._progress.done("ray")
 
     async def _start_gateway(self, resolved: ResolvedConfig, redis_url: str, public: socket, admin: socket) -> Gateway:
@@ -158,7 +166,8 @@ class _Cluster:
 
     async def _start_workers(self, resolved: ResolvedConfig, redis_url: str, gateway: Gateway) -> None:
         def on_up(address: WorkerAddress) -> None:
-            self._progress.done(address.worker_id)
+            if self._is_starting:
+                self._progress.done(address.worker_id)
             gateway.workers.add(address)
 
         supervisor = Supervisor(
@@ -166,7 +175,7 @@ class _Cluster:
             IndexSettings(redis_url=redis_url, namespace=self._namespace),
             on_up=on_up,
             on_down=gateway.workers.remove,
-            on_phase=self._progress.phase,
+            on_phase=self._on_phase,
         )
         self._stack.push_async_callback(supervisor.stop)
         self._progress.phase("gateway", "waiting for the workers")
@@ -178,29 +187,36 @@ class _Cluster:
         except TimeoutError as error:
             raise WorkerUnavailable(f"the workers were not paired after {READY_TIMEOUT_S:.0f} s") from error
         self._progress.done("gateway")
+        self._is_starting = False
+
+    def _on_phase(self, part: str, phase: str) -> None:
+        if self._is_starting:  # later restarts of a worker are in the log
+            self._progress.phase(part, phase)
 
 
 # Parts with a beginning and an end
 
 
-@contextmanager
-def _signals_set(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT or SIGTERM sets `stop`; a second one ends everything below us, and us, at once."""
-    loop = asyncio.get_running_loop()
+class _StopSignals:
+    """SIGINT or SIGTERM sets `stop`; a second one ends us, and everything below us, at once."""
 
-    def on_signal() -> None:
-        if stop.is_set():
-            kill_children()
-            os._exit(130)
-        stop.set()
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
+    def install(self) -> None:
+        """May be called again, when somebody else has put handlers of his own in their place."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+            self._loop.add_signal_handler(number, self._on_signal)
+
+    def remove(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self.stop.is_set():
+            os._exit(130)  # the guard ends the rest
+        self.stop.set()
 
 
 @contextmanager

@@ -111,7 +111,9 @@ class WorkerSlot:
     async def _poll_phase(self, on_phase: Callable[[str], None]) -> None:
         on_phase("starting its process")
         while True:
-            on_phase(await self._call("phase"))
+            phase = await self._call("phase")
+            if phase != "ready":  # `start` says so itself
+                on_phase(phase)
             await asyncio.sleep(POLL_PHASE_S)
 
     async def _call(self, method: str) -> Any:

@@ -10,8 +10,6 @@ import os
 import secrets
 from pathlib import Path
 
-import psutil
-
 OBJECT_STORE_BYTES = 80 << 20
 """Ray refuses less than 75 MiB, and we store nothing in it."""
 
@@ -58,12 +56,3 @@ def stop_ray() -> None:
     import ray
 
     ray.shutdown()
-
-
-def kill_children() -> None:
-    """End everything below this process at once."""
-    for child in psutil.Process().children(recursive=True):
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
