@@ -175,7 +175,7 @@ class DecodeWorker:
         self._by_engine_id[engine_id] = active
         if message.timeout_s is not None:
             loop = asyncio.get_running_loop()
-            active.deadline = loop.call_later(message.timeout_s, self._fail, active, "the deadline has passed")
+            active.deadline = loop.call_later(message.timeout_s, self._end_late, active)
 
     def _start(self, active: ActiveRequest) -> None:
         """Before the first token: say which way the prompt was read. The first choice is the one that read it."""
@@ -220,9 +220,14 @@ class DecodeWorker:
         for sequence in self.engine.cancel(active.engine_id, choice):
             active.handovers[sequence.choice].cancel()
 
-    def _fail(self, active: ActiveRequest, message: str, *, retryable: bool = False) -> None:
+    def _fail(self, active: ActiveRequest, message: str, *, retryable: bool) -> None:
         self._cancel(active)
         self._send_failed(active, message, retryable=retryable)
+
+    def _end_late(self, active: ActiveRequest) -> None:
+        """The gateway's deadline, and ours should the gateway be unable to keep it."""
+        self._cancel(active)
+        self._send_failed(active, "the deadline has passed", retryable=False, code="timeout")
 
     def _forget(self, active: ActiveRequest) -> None:
         self._requests.pop((active.connection, active.request.request_id), None)

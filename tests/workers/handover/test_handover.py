@@ -89,3 +89,12 @@ async def test_long_answers_of_several_choices_are_continued(bench: Any, make_re
         assert rest.token_ids[index] == whole.token_ids[index][80 + index :]
         assert rest.logprobs[index] == whole.logprobs[index][80 + index :]
     await bench.settled()
+
+
+async def test_a_deadline_ends_a_request_on_both_workers(bench: Any, make_request: Callable[..., Request]) -> None:
+    prefill, decode = await bench.worker("prefill", "p0"), await bench.worker("decode", "d0")
+    gateway = await bench.gateway(decode)
+    answer = await gateway.ask(make_request("r", 300, max_tokens=700), prefill.address, timeout_s=0.2)
+    assert answer.failed is not None
+    assert (answer.failed.code, answer.failed.retryable) == ("timeout", False)
+    await bench.settled()
