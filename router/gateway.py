@@ -46,6 +46,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.metrics = RouterMetrics(self._snapshots)
+        # asked at each scrape: a value set while another metric is collected is shown one scrape late
+        self.metrics.prefix_index_up.set_function(lambda: float(self.is_index_up))
         self.workers = WorkerSet(
             key=config.cluster_key,
             peer="gateway",
@@ -94,7 +96,6 @@ class Gateway:
         return self._house
 
     def _snapshots(self) -> list[WorkerSnapshot]:
-        self.metrics.prefix_index_up.set(1 if self.is_index_up else 0)
         return [link.snapshot for link in self.workers.ready() if link.snapshot is not None]
 
     @property
