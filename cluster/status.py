@@ -22,6 +22,8 @@ def show_status(url: str, *, as_json: bool) -> None:
         console.print_json(json.dumps(cluster))
     else:
         console.print(status_table(cluster))
+        for line in pair_lines(cluster):
+            console.print(line, highlight=False)
         up = "[green]up[/]" if cluster["redis"]["up"] else "[red]down[/] (requests are served without its hints)"
         console.print(f"model {cluster['model']}   prefix index {up}")
 
@@ -57,3 +59,15 @@ def status_table(cluster: dict[str, Any]) -> Table:
         cells = ["-" if number is None else str(number) for number in numbers]
         table.add_row(worker["id"], worker["role"], f"[{color}]{worker['state']}[/]", *cells)
     return table
+
+
+def pair_lines(cluster: dict[str, Any]) -> list[str]:
+    """Who pulls KV from whom, over what, and how fast the first measured pull was."""
+    lines = []
+    for worker in cluster["workers"]:
+        for pair in worker.get("pairs", ()):
+            path = (
+                f"{pair['transport']}, {pair['gigabytes_per_s']:.1f} GB/s" if pair["error"] is None else pair["error"]
+            )
+            lines.append(f"{worker['id']} pulls from {pair['prefill']}: {path}")
+    return lines
