@@ -8,7 +8,7 @@ import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -20,11 +20,11 @@ tokens, and the KV cache travels between them.
 
 Begin with:
 
-    tandem serve smollm2-135m-instruct    # a small chat model, on this machine
+    tandem serve smollm2-135m-instruct    (a small chat model, on this machine)
 
-    tandem chat                           # talk to it, from another terminal
+    tandem chat                           (talk to it, from another terminal)
 
-    tandem status                         # see its workers
+    tandem status                         (see its workers)
 """
 
 SERVE_HELP = """
@@ -34,13 +34,13 @@ MODEL is a folder in Hugging Face format, a .gguf file, a model hub id (owner/na
 
 Examples:
 
-    tandem serve smollm2-135m-instruct                      # 1 prefill + 1 decode worker
+    tandem serve smollm2-135m-instruct
 
-    tandem serve ./Qwen3-0.6B --prefill 1 --decode 2        # two workers that write tokens
+    tandem serve ./Qwen3-0.6B --prefill 1 --decode 2
 
-    tandem serve model.gguf --aggregated 1 --port 9000      # one worker that does both
+    tandem serve model.gguf --aggregated 1 --port 9000
 
-    tandem serve MODEL --config cluster.toml --port 0       # flags from a file; any free port
+    tandem serve model.gguf --config cluster.toml --api-key SECRET
 
 A configuration file is TOML with the names of the flags: `decode = 2`, `max-model-len = 4096`.
 Flags given on the command line win.
@@ -88,6 +88,9 @@ def tandem(
     """The root of all commands; its help is above."""
 
 
+DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
+TransferChoice = Literal["nixl", "nccl"]
+
 POOLS = "Workers"
 NETWORK = "Network"
 ENGINE = "Engine"
@@ -123,9 +126,11 @@ def serve(
         list[str] | None,
         typer.Option(help="A key that clients must send. Repeat for several.", rich_help_panel=NETWORK),
     ] = None,
-    transfer: Annotated[str, typer.Option(help="How KV travels: nixl or nccl.", rich_help_panel=ENGINE)] = "nixl",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=ENGINE)] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=ENGINE)] = "auto",
+    transfer: Annotated[TransferChoice, typer.Option(help="How KV travels.", rich_help_panel=ENGINE)] = "nixl",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where workers compute.", rich_help_panel=ENGINE)
+    ] = "auto",
+    dtype: Annotated[DtypeChoice, typer.Option(help="Of weights and KV.", rich_help_panel=ENGINE)] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=ENGINE)] = 32,
     max_model_len: Annotated[
         int | None,
@@ -208,7 +213,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that add up to this.")] = 1.0,
     seed: Annotated[int, typer.Option(help="For the same answers again.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    dtype: Annotated[DtypeChoice, typer.Option(help="Of weights and KV.")] = "auto",
 ) -> None:
     """Continue prompts here and now: no server, no Ray, no network.
 

@@ -1,0 +1,151 @@
+"""What `tandem serve` may be asked for, and what follows from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.config import (
+    ClusterConfig,
+    gateway_config,
+    load_config,
+    resolve,
+    worker_configs,
+)
+from tandem.cluster.model_source import ResolvedModel
+from tandem.workers.errors import UserError
+from tandem.workers.models.config import ModelConfig, RopeConfig
+
+GIB = 1 << 30
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 2  # of the model below in bfloat16
+
+
+def model() -> ResolvedModel:
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        rope=RopeConfig(theta=1e5),
+    )
+    return ResolvedModel(folder=Path("/models/small"), name="small", dtype="bfloat16", config=config, revision="1")
+
+
+def resolved(**fields: Any) -> Any:
+    return resolve(ClusterConfig(model="small", **fields), model(), memory_bytes=24 * GIB, num_cores=4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers"),
+    [
+        ({}, (1, 1, 0)),
+        ({"prefill": 2}, (2, 1, 0)),
+        ({"decode": 3}, (1, 3, 0)),
+        ({"prefill": 0, "decode": 2}, (0, 2, 0)),
+        ({"aggregated": 2}, (0, 0, 2)),
+        ({"aggregated": 1, "prefill": 1, "decode": 1}, (1, 1, 1)),
+    ],
+)
+def test_how_many_workers_are_started(asked: dict[str, int], workers: tuple[int, int, int]) -> None:
+    assert ClusterConfig(model="small", **asked).num_workers == workers
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prefill": -1}, "--prefill must not be negative, but is -1"),
+        ({"prefill": 0, "decode": 0}, "--prefill, --decode and --aggregated are all 0"),
+        ({"prefill": 1, "decode": 0, "aggregated": 1}, "--prefill 1 needs --decode"),
+        ({"port": 70000}, "--port must be between 0"),
+        ({"admin_port": 8000}, "--admin-port must differ from --port"),
+        ({"block_size": 24}, "--block-size must be a power of two"),
+        ({"block_size": 1}, "--block-size must be a power of two"),
+        ({"max_num_batched_tokens": 48}, "--max-num-batched-tokens must be a positive multiple of --block-size (32)"),
+        ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
+        ({"max_model_len": 1}, "--max-model-len must be at least 2"),
+        ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes must be positive"),
+        ({"redis_url": "http://somewhere"}, "--redis-url must start with"),
+        ({"api_key": ("good", "")}, "--api-key must not be empty"),
+        ({"transfer": "local"}, "--transfer local"),
+    ],
+)
+def test_a_mistake_is_named_by_its_flag(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        ClusterConfig(model="small", **fields)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+def test_workers_share_cores_memory_and_key() -> None:
+    configs = worker_configs(resolved(prefill=1, decode=2), b"key")
+    assert [config.worker_id for config in configs] == ["prefill-0", "decode-0", "decode-1"]
+    assert {config.num_threads for config in configs} == {1}
+    assert {config.kv_cache_memory_bytes for config in configs} == {GIB}
+    assert {config.cluster_key for config in configs} == {b"key"}
+    assert {config.max_model_len for config in configs} == {8192}
+
+
+def test_a_single_worker_gets_all_cores() -> None:
+    (config,) = worker_configs(resolved(aggregated=1), b"key")
+    assert (config.role, config.num_threads) == ("aggregated", 4)
+
+
+def test_a_small_machine_gives_a_share_of_its_memory() -> None:
+    small = resolve(ClusterConfig(model="small"), model(), memory_bytes=2 * GIB, num_cores=1)
+    assert small.kv_cache_memory_bytes == GIB // 4
+    assert small.num_threads == 1
+
+
+def test_the_context_is_cut_to_what_the_cache_holds() -> None:
+    assert resolved(kv_cache_memory_bytes=100 * 32 * TOKEN_BYTES).max_model_len == 3200
+    with pytest.raises(UserError, match=r"--max-model-len 3201 needs \d+ bytes of KV per worker"):
+        resolved(kv_cache_memory_bytes=100 * 32 * TOKEN_BYTES, max_model_len=3201)
+    with pytest.raises(UserError, match="--max-model-len 9000 exceeds the 8192 tokens"):
+        resolved(max_model_len=9000)
+    with pytest.raises(UserError, match="--kv-cache-memory-bytes 1000 does not hold one block"):
+        resolved(kv_cache_memory_bytes=1000)
+
+
+def test_the_gateway_knows_what_to_wait_for() -> None:
+    gateway = gateway_config(resolved(prefill=2, api_key=("k",)), b"key", redis_url=None, namespace="n")
+    assert (gateway.num_prefill, gateway.num_decode, gateway.num_aggregated) == (2, 1, 0)
+    assert gateway.api_keys == ("k",)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('decode = 2\nmax-model-len = 512\napi_key = ["a", "b"]\n')
+    config = load_config({"model": "small", "decode": 3}, file)
+    assert (config.decode, config.max_model_len, config.api_key) == (3, 512, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("decodes = 2", "unknown decodes; known are model, prefill"),
+        ("decode = ", "is not valid TOML"),
+        ('decode = "two"', "Expected `int | null`, got `str`"),
+        ("decode = -2", "--decode must not be negative"),
+        ('device = "tpu"', "Invalid enum value 'tpu'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(content)
+    with pytest.raises(UserError) as raised:
+        load_config({"model": "small"}, file)
+    assert message in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        load_config({"model": "small"}, tmp_path / "absent.toml")

@@ -1,0 +1,130 @@
+"""The parts that `tandem serve` is composed of, each alone: embedded Redis, guard, listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from redis.asyncio import Redis
+
+from tandem.cluster.listeners import bind, url_of
+from tandem.cluster.redis_server import EmbeddedRedis
+from tandem.workers.errors import UserError
+
+
+def wait_until(question: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not question():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+async def ping(url: str) -> bool:
+    async with Redis.from_url(url) as client:
+        return bool(await client.ping())
+
+
+async def test_the_embedded_redis_answers_only_through_its_socket(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    await server.start()
+    try:
+        assert await ping(server.url)
+        assert server.pid is not None
+        assert psutil.Process(server.pid).net_connections("inet") == []
+        assert (tmp_path / "redis.sock").stat().st_mode & 0o077 == 0
+    finally:
+        await server.stop()
+    assert not psutil.pid_exists(server.pid)
+
+
+async def test_the_embedded_redis_is_started_again(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    await server.start()
+    first = server.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    try:
+        async with asyncio.timeout(10):
+            while server.pid == first:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        assert await ping(server.url)
+    finally:
+        await server.stop()
+
+
+PARENT = """
+import os, sys, subprocess, time
+from pathlib import Path
+from tandem.cluster.guard import guarded
+folder = Path(sys.argv[1])
+os.chdir(folder)
+with guarded(folder):
+    child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    print(child.pid, flush=True)
+    if sys.argv[2] == "wait":
+        time.sleep(100)
+    child.kill()
+    child.wait()
+"""
+
+
+def start_parent(folder: Path, mode: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", PARENT, str(folder), mode], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    return parent, psutil.Process(int(parent.stdout.readline()))
+
+
+def test_the_guard_ends_what_a_killed_parent_leaves(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    bystander = subprocess.Popen(["sleep", "100"], cwd=tmp_path)
+    parent, child = start_parent(folder, "wait")
+    with parent:
+        parent.kill()
+    wait_until(lambda: not child.is_running())
+    wait_until(lambda: not folder.exists())
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_the_guard_goes_with_a_parent_that_ends_well(tmp_path: Path) -> None:
+    parent, _ = start_parent(tmp_path, "end")
+    with parent:
+        pass
+    assert parent.returncode == 0
+    assert tmp_path.exists()
+    assert not [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in (process.info["cmdline"] or []) and "tandem.cluster.guard" in process.info["cmdline"]
+    ]
+
+
+def test_a_port_is_ours_once_it_is_bound() -> None:
+    with bind("127.0.0.1", 0, flag="--port") as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        with pytest.raises(UserError, match=f"--port {port} cannot be used on 127.0.0.1: address already in use"):
+            bind("127.0.0.1", port, flag="--port")
+
+
+def test_connections_inherit_that_lost_clients_are_noticed() -> None:
+    with bind("127.0.0.1", 0, flag="--port") as listener, socket.create_connection(listener.getsockname()):
+        listener.setblocking(True)
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) != 0

@@ -1,0 +1,129 @@
+"""The supervisor, with workers that are not processes: who is told what, and in what order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.cluster import pools
+from tandem.cluster.pools import Supervisor, WorkerSlot
+from tandem.workers.config import WorkerConfig
+from tandem.workers.errors import UserError, WorkerUnavailable
+from tandem.workers.types import WorkerAddress
+
+
+class FakeSlot:
+    """A slot whose incarnations fail to start where `failures` says so, and die when `die` is called."""
+
+    def __init__(self, config: WorkerConfig, failures: dict[int, Exception] | None = None) -> None:
+        self.config = config
+        self.failures = failures or {}
+        self.started: list[int] = []
+        self.is_stopped = False
+        self._death = asyncio.Event()
+
+    async def start(self, on_phase: Callable[[str], None]) -> WorkerAddress:
+        on_phase("starting")
+        self.started.append(self.config.epoch)
+        await asyncio.sleep(0)
+        if self.config.epoch in self.failures:
+            raise self.failures[self.config.epoch]
+        self._death.clear()
+        return WorkerAddress(
+            worker_id=self.config.worker_id, epoch=self.config.epoch, role=self.config.role, host="h", port=1
+        )
+
+    async def wait_end(self) -> str:
+        await self._death.wait()
+        return "killed"
+
+    def die(self) -> None:
+        self._death.set()
+
+    def next_incarnation(self) -> None:
+        self.config = msgspec.structs.replace(self.config, epoch=self.config.epoch + 1)
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+
+    def kill(self) -> None:
+        pass
+
+
+class Story:
+    """Supervisor, slots, and what was said."""
+
+    def __init__(self, slots: list[FakeSlot]) -> None:
+        self.told: list[tuple[str, str, int]] = []
+        self.slots = slots
+        self.supervisor = Supervisor(
+            [],
+            None,
+            on_up=lambda address: self.told.append(("up", address.worker_id, address.epoch)),
+            on_down=lambda worker_id, epoch: self.told.append(("down", worker_id, epoch)),
+            on_phase=lambda worker_id, phase: None,
+        )
+        self.supervisor._slots = slots  # type: ignore[assignment]
+
+    async def told_of(self, *expected: tuple[str, str, int]) -> None:
+        async with asyncio.timeout(5):
+            while self.told != list(expected):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+def config(worker_id: str) -> WorkerConfig:
+    return WorkerConfig(model_path=Path("/m"), model_name="m", role="decode", worker_id=worker_id)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "FIRST_RESTART_S", 0.01)
+
+
+async def test_a_dead_worker_is_reported_and_replaced_by_its_next_epoch() -> None:
+    slot = FakeSlot(config("decode-0"))
+    story = Story([slot])
+    await story.supervisor.start()
+    slot.die()
+    await story.told_of(("up", "decode-0", 0), ("down", "decode-0", 0), ("up", "decode-0", 1))
+    slot.die()
+    await story.told_of(*story.told[:3], ("down", "decode-0", 1), ("up", "decode-0", 2))
+    await story.supervisor.stop()
+    assert slot.is_stopped
+
+
+async def test_a_restart_that_fails_is_tried_again() -> None:
+    slot = FakeSlot(config("decode-0"), {1: WorkerUnavailable("no room"), 2: WorkerUnavailable("no room")})
+    story = Story([slot])
+    await story.supervisor.start()
+    slot.die()
+    await story.told_of(("up", "decode-0", 0), ("down", "decode-0", 0), ("up", "decode-0", 3))
+    assert slot.started == [0, 1, 2, 3]
+    await story.supervisor.stop()
+
+
+async def test_a_first_start_that_fails_is_an_error() -> None:
+    story = Story([FakeSlot(config("a")), FakeSlot(config("b"), {0: UserError("b: too large")})])
+    with pytest.raises(UserError, match="b: too large"):
+        await story.supervisor.start()
+    await story.supervisor.stop()
+    assert all(slot.is_stopped for slot in story.slots)
+
+
+async def test_nothing_is_started_again_after_stop() -> None:
+    slot = FakeSlot(config("decode-0"))
+    story = Story([slot])
+    await story.supervisor.start()
+    await story.supervisor.stop()
+    slot.die()
+    await asyncio.sleep(0.05)
+    assert slot.started == [0]
+
+
+def test_the_fake_has_the_methods_of_the_real_slot() -> None:
+    real = {name for name in vars(WorkerSlot) if not name.startswith("_")}
+    assert real <= set(vars(FakeSlot))
