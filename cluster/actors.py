@@ -71,7 +71,7 @@ class WorkerActor:
             return await self._start()
         except TandemError as error:
             return StartFailure(message=str(error), is_user_error=isinstance(error, UserError))
-        except (MemoryError, RuntimeError, OSError) as error:  # what torch and the system raise when there is no room
+        except Exception as error:  # torch raises anything when there is no room or no device
             logging.exception("worker %s could not be started", self._config.worker_id)
             first_line = next(iter(str(error).splitlines()), "no message")
             return StartFailure(message=f"{type(error).__name__}: {first_line}", is_user_error=False)

@@ -114,7 +114,7 @@ class _Cluster:
         redis_url = config.redis_url or await self._start_redis(folder)
         await asyncio.wait({finding}, timeout=QUICK_CHECK_S)
         if finding.done():
-            finding.result()
+            resolve(config, finding.result())
         await self._start_ray(folder)
         resolved = resolve(config, await finding)
         gateway = await self._start_gateway(resolved, redis_url, public, admin)

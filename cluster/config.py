@@ -27,6 +27,7 @@ KV_MEMORY_SHARE = 0.25
 """Of the machine's memory, for the KV of all workers together: people have other programs open."""
 KV_MEMORY_CAP_BYTES = 1 << 30
 """Per worker, unless told otherwise. Holds 46,000 tokens of the demo model."""
+CUDA_DEVICE_FILES = ("/dev/nvidia0", "/dev/dxg")
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -156,10 +157,11 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def resolve_device(choice: DeviceChoice) -> Device:
-    """CUDA, if the machine has such a device. Looks for the device file: asking torch takes seconds."""
-    if choice != "auto":
-        return choice
-    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+    """CUDA, if the machine has such a device. Looks for the device's file: asking torch takes seconds."""
+    has_cuda = any(Path(file).exists() for file in CUDA_DEVICE_FILES)
+    if choice == "cuda" and not has_cuda:
+        raise UserError("--device cuda: this machine has no CUDA device")
+    return "cuda" if has_cuda and choice != "cpu" else "cpu"
 
 
 def resolve(
@@ -175,11 +177,17 @@ def resolve(
     cores = _num_cores() if num_cores is None else num_cores
     auto_bytes = min(int(machine_bytes * KV_MEMORY_SHARE / total_workers), KV_MEMORY_CAP_BYTES)
     kv_bytes = auto_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+    device = resolve_device(config.device)
+    if device == "cpu" and kv_bytes * total_workers > machine_bytes:
+        raise UserError(
+            f"--kv-cache-memory-bytes {kv_bytes} for {total_workers} workers exceeds this machine's memory of "
+            f"{machine_bytes} bytes"
+        )
     return ResolvedConfig(
         cluster=config,
         model_path=model.folder,
         model_name=model.name,
-        device=resolve_device(config.device),
+        device=device,
         dtype=model.dtype,
         max_model_len=_max_model_len(config, model, kv_bytes),
         kv_cache_memory_bytes=kv_bytes,

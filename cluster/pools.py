@@ -229,8 +229,12 @@ def _bundle(config: WorkerConfig) -> dict[str, float]:
 
 
 def _reason(error: Exception) -> str:
-    """Ray's errors are paragraphs; the reason is the first line that is not empty."""
+    """Ray's errors are paragraphs; the reason is the first line, or the last where that line heads a traceback."""
+    from ray.exceptions import RayTaskError
+
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, RayTaskError):
+        lines.reverse()
     return lines[0] if lines else type(error).__name__
 
 

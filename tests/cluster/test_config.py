@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster import config
 from tandem.cluster.config import (
     ClusterConfig,
     gateway_config,
@@ -87,16 +88,16 @@ def test_a_mistake_is_named_by_its_flag(fields: dict[str, Any], message: str) ->
 
 def test_workers_share_cores_memory_and_key() -> None:
     configs = worker_configs(resolved(prefill=1, decode=2), b"key")
-    assert [config.worker_id for config in configs] == ["prefill-0", "decode-0", "decode-1"]
-    assert {config.num_threads for config in configs} == {1}
-    assert {config.kv_cache_memory_bytes for config in configs} == {GIB}
-    assert {config.cluster_key for config in configs} == {b"key"}
-    assert {config.max_model_len for config in configs} == {8192}
+    assert [worker.worker_id for worker in configs] == ["prefill-0", "decode-0", "decode-1"]
+    assert {worker.num_threads for worker in configs} == {1}
+    assert {worker.kv_cache_memory_bytes for worker in configs} == {GIB}
+    assert {worker.cluster_key for worker in configs} == {b"key"}
+    assert {worker.max_model_len for worker in configs} == {8192}
 
 
 def test_a_single_worker_gets_all_cores() -> None:
-    (config,) = worker_configs(resolved(aggregated=1), b"key")
-    assert (config.role, config.num_threads) == ("aggregated", 4)
+    (worker,) = worker_configs(resolved(aggregated=1), b"key")
+    assert (worker.role, worker.num_threads) == ("aggregated", 4)
 
 
 def test_a_small_machine_gives_a_share_of_its_memory() -> None:
@@ -115,6 +116,22 @@ def test_the_context_is_cut_to_what_the_cache_holds() -> None:
         resolved(kv_cache_memory_bytes=1000)
 
 
+def test_the_caches_must_fit_into_the_machine() -> None:
+    assert resolved(kv_cache_memory_bytes=12 * GIB).kv_cache_memory_bytes == 12 * GIB
+    with pytest.raises(UserError, match=r"--kv-cache-memory-bytes \d+ for 2 workers exceeds this machine's memory"):
+        resolved(kv_cache_memory_bytes=13 * GIB)
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "CUDA_DEVICE_FILES", (str(tmp_path / "absent"),))
+    with pytest.raises(UserError, match="--device cuda: this machine has no CUDA device"):
+        config.resolve_device("cuda")
+    assert config.resolve_device("auto") == "cpu"
+    monkeypatch.setattr(config, "CUDA_DEVICE_FILES", (str(tmp_path),))
+    assert config.resolve_device("auto") == "cuda"
+    assert config.resolve_device("cpu") == "cpu"
+
+
 def test_the_gateway_knows_what_to_wait_for() -> None:
     gateway = gateway_config(resolved(prefill=2, api_key=("k",)), b"key", redis_url=None, namespace="n")
     assert (gateway.num_prefill, gateway.num_decode, gateway.num_aggregated) == (2, 1, 0)
@@ -124,8 +141,8 @@ def test_the_gateway_knows_what_to_wait_for() -> None:
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('decode = 2\nmax-model-len = 512\napi_key = ["a", "b"]\n')
-    config = load_config({"model": "small", "decode": 3}, file)
-    assert (config.decode, config.max_model_len, config.api_key) == (3, 512, ("a", "b"))
+    loaded = load_config({"model": "small", "decode": 3}, file)
+    assert (loaded.decode, loaded.max_model_len, loaded.api_key) == (3, 512, ("a", "b"))
 
 
 @pytest.mark.parametrize(
