@@ -22,6 +22,7 @@ else:
 
 pytestmark = pytest.mark.cluster
 
+TANDEM = [sys.executable, "-P", "-c", "from tandem.cluster.cli import main; main()"]
 LONG_PROMPT = "The history of the city begins in a small village by the river. " * 20
 
 
@@ -192,6 +193,24 @@ def test_a_killed_launcher_leaves_nothing_behind(start_serving: Callable[..., Se
     wait_until(lambda: not running(processes), 10)
 
 
+@pytest.mark.parametrize(("num_signals", "code"), [(1, 0), (2, 130)])
+def test_a_signal_while_it_starts_ends_it(serving: Serving, num_signals: int, code: int) -> None:
+    """One signal undoes what was done; two end it at once, and the guard sees to the rest."""
+    command = [*TANDEM, "serve", serving.model, "--port", "0", "--admin-port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        while "ray " not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(2)  # into the start of Ray
+        processes = psutil.Process(process.pid).children(recursive=True)
+        assert len(processes) > 2
+        for _ in range(num_signals):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.2)
+        assert process.wait(timeout=20) == code
+    wait_until(lambda: not running(processes), 10)
+
+
 def test_a_taken_port_is_one_line(serving: Serving) -> None:
     port = serving.url.rpartition(":")[2]
     done = tandem("serve", serving.model, "--port", port, "--admin-port", "0", code=2)
@@ -200,7 +219,7 @@ def test_a_taken_port_is_one_line(serving: Serving) -> None:
 
 def tandem(*arguments: str, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "from tandem.cluster.cli import main; main()", *arguments],
+        [*TANDEM, *arguments],
         input=stdin,
         capture_output=True,
         text=True,
