@@ -76,6 +76,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_file_wins_over_defaults_and_flags_win_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("port = 70000\nblock-size = 64\n")
+    assert "--port must be between" in tandem("serve", "x", "--config", str(file)).stderr
+    done = tandem("serve", "x", "--config", str(file), "--port", "0", "--max-num-batched-tokens", "32")
+    assert "--max-num-batched-tokens must be a positive multiple of --block-size (64)" in done.stderr
+
+
+def test_api_keys_are_repeated_and_never_shown() -> None:
+    done = tandem("serve", "x", "--api-key", "secret", "--api-key", "")
+    assert done.stderr == "tandem: --api-key must not be empty\n"
+
+
 def test_a_model_that_cannot_be_served_ends_before_ray_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     began = time.monotonic()
