@@ -158,7 +158,7 @@ class Ops(Protocol):
         """
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
-        """Choose one token per row. logits [R, V], any dtype, left as they are.
+        """Choose one token per row. logits [R, V], any dtype, left as they are; NaN counts as the lowest.
 
         1. Logprobs: log_softmax of the raw logits.
         2. Penalties. Tokens of prompt and output: logit / repetition if positive, else logit * repetition. Tokens of

@@ -51,11 +51,7 @@ FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (40, 0.9,
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
-@pytest.mark.parametrize("num_candidates", [4, 1024])
-def test_drawn_token_is_the_inverse_cdf_over_the_kept_tokens(
-    top_k: int, top_p: float, min_p: float, num_candidates: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference_sampling, "_CANDIDATES", num_candidates)
+def test_drawn_token_is_the_inverse_cdf_over_the_kept_tokens(top_k: int, top_p: float, min_p: float) -> None:
     num_rows, vocab_size = 300, 101
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
     inputs = make_inputs(
@@ -185,3 +181,18 @@ def test_rows_have_the_same_bits_at_any_batch_size(num_threads: int) -> None:
             assert torch.equal(part.top_logprobs, whole.top_logprobs[rows, :num_top])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), float("-inf")])
+def test_a_spoilt_row_gets_some_token_and_leaves_the_others_alone(spoilt: float) -> None:
+    logits, inputs = random_inputs(6, 1000)
+    expected = OPS.sample(logits, inputs)
+    assert expected.top_logprobs is not None
+    others = torch.tensor([0, 1, 3, 4, 5])
+    logits[2] = spoilt
+    sampled = OPS.sample(logits, inputs)
+    assert 0 <= int(sampled.token_ids[2]) < 1000
+    assert torch.equal(sampled.token_ids[others], expected.token_ids[others])
+    assert sampled.top_logprobs is not None
+    assert torch.equal(sampled.top_logprobs[others], expected.top_logprobs[others])
+    assert not sampled.top_logprobs.isnan().any()
