@@ -1,0 +1,107 @@
+"""Workers are killed and stopped while they serve: every request ends once, with the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+def bodies(cluster: Any, first: int, **fields: Any) -> list[dict[str, Any]]:
+    lengths = (5, 90, 130, 260, 410, 640)
+    return [
+        cluster.body(first + index, length, n=2 if index % 3 == 0 else 1, **fields)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def kill(cluster: Any, *worker_ids: str, number: int = signal.SIGKILL) -> dict[str, int]:
+    """Signal these workers; returns their epochs."""
+    state = cluster.state()
+    for worker_id in worker_ids:
+        os.kill(state[worker_id]["pid"], number)
+    return {worker_id: state[worker_id]["epoch"] for worker_id in worker_ids}
+
+
+async def undisturbed(cluster: Any, requests: list[dict[str, Any]]) -> list[Any]:
+    return [told.outcome for told in await asyncio.gather(*(cluster.ask(body) for body in requests))]
+
+
+async def disturbed(cluster: Any, requests: list[dict[str, Any]], num_events: int, disturb: Any) -> list[Any]:
+    """Ask everything at once; `disturb` once `num_events` events have arrived (0: while the prompts are read)."""
+    num_seen = 0
+
+    async def on_token() -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen == num_events:
+            await asyncio.to_thread(disturb)
+
+    asking = [cluster.ask(body, on_token=on_token) for body in requests]
+    if num_events == 0:
+        tasks = [asyncio.create_task(request) for request in asking]
+        await asyncio.sleep(0.4)
+        await asyncio.to_thread(disturb)
+        return list(await asyncio.gather(*tasks))
+    return list(await asyncio.gather(*asking))
+
+
+async def test_a_decode_worker_dies_in_mid_stream(cluster: Any) -> None:
+    worker_id = "decode-0"
+    requests = bodies(cluster, 1000)
+    expected = await undisturbed(cluster, requests)
+    migrations = cluster.metric("tandem_migrations_total")
+    epochs: dict[str, int] = {}
+    told = await disturbed(cluster, requests, 50, lambda: epochs.update(kill(cluster, worker_id)))
+    assert [answer.outcome for answer in told] == expected
+    assert cluster.metric("tandem_migrations_total") > migrations
+    await cluster.until(cluster.is_whole, 60)
+    assert cluster.state()[worker_id]["epoch"] == epochs[worker_id] + 1
+
+
+async def test_a_prefill_worker_dies_while_it_reads(cluster: Any) -> None:
+    fresh = bodies(cluster, 2100)  # unread prompts: the prefill workers are busy when one of them dies
+    told = await disturbed(cluster, fresh, 0, lambda: kill(cluster, "prefill-0"))
+    outcomes = [answer.outcome for answer in told]
+    await cluster.until(cluster.is_whole, 60)
+    assert await undisturbed(cluster, fresh) == outcomes
+
+
+async def test_a_prefill_worker_that_hangs(cluster: Any) -> None:
+    fresh = bodies(cluster, 3000)
+    told = await disturbed(cluster, fresh, 0, lambda: kill(cluster, "prefill-1", number=signal.SIGSTOP))
+    outcomes = [answer.outcome for answer in told]
+    kill(cluster, "prefill-1", number=signal.SIGCONT)
+    await cluster.until(cluster.is_whole, 30)
+    assert await undisturbed(cluster, fresh) == outcomes
+
+
+async def test_without_prefill_workers_decode_workers_read(cluster: Any) -> None:
+    body = cluster.body(4000, 400)
+    kill(cluster, "prefill-0", "prefill-1")
+    alone = await cluster.ask(body)
+    assert alone.headers["x-tandem-prefill-path"] == "local"
+    await cluster.until(cluster.is_whole, 60)
+    assert (await cluster.ask(cluster.body(4001, 400))).headers["x-tandem-prefill-path"] == "remote"
+    assert (await cluster.ask(body)).outcome == alone.outcome
+
+
+async def test_without_decode_workers_there_is_a_clean_error(cluster: Any) -> None:
+    running = bodies(cluster, 5000, max_tokens=200)
+    told = await disturbed(cluster, running, 40, lambda: kill(cluster, "decode-0", "decode-1"))
+    for answer in told:
+        if answer.status == 200:
+            assert answer.error is not None, "a stream that was cut must not look complete"
+            assert answer.ended == ["[DONE]"]
+        else:
+            assert answer.status == 503
+    refused = await cluster.ask(cluster.body(5100, 20))
+    assert refused.status == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    await cluster.until(cluster.is_whole, 60)
+    assert (await cluster.ask(cluster.body(5100, 20))).status == 200
