@@ -78,6 +78,7 @@ def launch(*arguments: str, cwd: Path) -> Serving:
     if ready is None:
         process.kill()
         process.wait()
+        process.stdout.close()
         pytest.fail("tandem serve did not get ready:\n" + "".join(lines))
     return Serving(process, ready["model"], ready["url"], ready["admin_url"], time.monotonic() - began, lines)
 

@@ -21,7 +21,7 @@ from tandem.cluster.redis_server import EmbeddedRedis
 from tandem.workers.errors import UserError
 
 
-def wait_until(question: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(question: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not question():
         assert time.monotonic() < deadline, "waited in vain"
@@ -78,20 +78,19 @@ with guarded(folder):
 """
 
 
-def start_parent(folder: Path, mode: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    parent = subprocess.Popen(
-        [sys.executable, "-P", "-c", PARENT, str(folder), mode], stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    return parent, psutil.Process(int(parent.stdout.readline()))
+def start_parent(folder: Path, mode: str) -> subprocess.Popen[str]:
+    """It says the pid of its child, then waits to be killed or ends."""
+    command = [sys.executable, "-P", "-c", PARENT, str(folder), mode]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_the_guard_ends_what_a_killed_parent_leaves(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     bystander = subprocess.Popen(["sleep", "100"], cwd=tmp_path)
-    parent, child = start_parent(folder, "wait")
-    with parent:
+    with start_parent(folder, "wait") as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     wait_until(lambda: not child.is_running())
     wait_until(lambda: not folder.exists())
@@ -101,9 +100,8 @@ def test_the_guard_ends_what_a_killed_parent_leaves(tmp_path: Path) -> None:
 
 
 def test_the_guard_goes_with_a_parent_that_ends_well(tmp_path: Path) -> None:
-    parent, _ = start_parent(tmp_path, "end")
-    with parent:
-        pass
+    with start_parent(tmp_path, "end") as parent:
+        parent.communicate(timeout=30)
     assert parent.returncode == 0
     assert tmp_path.exists()
     assert not [

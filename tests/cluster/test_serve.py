@@ -132,6 +132,8 @@ def test_a_start_takes_less_than_half_a_minute(serving: Serving) -> None:
     """With the model in the cache, which it is after the first start; on a quiet machine it is 10 s."""
     if any("download" in line or "converting" in line for line in serving.lines):
         pytest.skip("this was the first start on this machine")
+    if os.getloadavg()[1] > 2 * (os.cpu_count() or 1):
+        pytest.skip("the machine is busy with other things")
     assert serving.start_s < 30
 
 
@@ -197,18 +199,25 @@ def test_a_killed_launcher_leaves_nothing_behind(start_serving: Callable[..., Se
 def test_a_signal_while_it_starts_ends_it(serving: Serving, num_signals: int, code: int) -> None:
     """One signal undoes what was done; two end it at once, and the guard sees to the rest."""
     command = [*TANDEM, "serve", serving.model, "--port", "0", "--admin-port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stderr is not None
-        while "ray " not in process.stderr.readline():
-            assert process.poll() is None
-        time.sleep(2)  # into the start of Ray
-        processes = psutil.Process(process.pid).children(recursive=True)
-        assert len(processes) > 2
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
+        children: list[psutil.Process] = []
+
+        def is_starting_ray() -> bool:
+            children[:] = psutil.Process(process.pid).children(recursive=True)
+            return any(child.name() == "gcs_server" for child in children)
+
+        wait_until(is_starting_ray, 60)
         for _ in range(num_signals):
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.2)
-        assert process.wait(timeout=20) == code
-    wait_until(lambda: not running(processes), 10)
+        assert process.wait(timeout=60) == code
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not running(children), 20)
 
 
 def test_a_taken_port_is_one_line(serving: Serving) -> None:
