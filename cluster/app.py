@@ -51,7 +51,7 @@ READY_TIMEOUT_S = 120.0
 QUICK_CHECK_S = 1.0
 """Most models that cannot be served are found out within this time, and then Ray is not even started."""
 MAX_FOLDER_LEN = 30
-"""Ray's socket names below it take 75 more, and the system allows 107."""
+"""Ray's socket names below it take 70 more, and the system allows 107."""
 
 
 def run(config: ClusterConfig, progress: StartProgress) -> None:

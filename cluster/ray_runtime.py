@@ -47,7 +47,7 @@ def start_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> None:
         configure_logging=True,
         logging_level=logging.ERROR,
         _node_ip_address="127.0.0.1",
-        _temp_dir=str(folder),
+        _temp_dir=str(folder / "ray"),  # Ray lets everybody write here; `folder` itself stays ours
     )
 
 

@@ -104,6 +104,11 @@ def test_it_listens_on_loopback_only(serving: Serving) -> None:
     assert {ip for _, ip in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
 
 
+def test_only_this_user_may_enter_its_folder(serving: Serving) -> None:
+    (folder,) = {process.cwd() for process in serving.descendants() if "tandem-" in process.cwd()}
+    assert os.stat(folder).st_mode & 0o077 == 0
+
+
 def test_workers_have_one_thread_to_compute_and_do_not_spin(serving: Serving) -> None:
     for worker in serving.cluster()["workers"]:
         process = psutil.Process(worker["pid"])
