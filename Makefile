@@ -32,6 +32,7 @@ install: .venv/.installed
 # CUDA: it adds the libraries that that build, and only that build, asks for. Otherwise it finds nothing to do.
 .venv/.installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer: make PYTHON=...")'
+	@echo "installing into .venv from requirements.lock: some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock torch

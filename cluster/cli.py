@@ -5,6 +5,7 @@ a second, although torch and Ray are seconds away.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -188,11 +189,13 @@ def chat(
     model: Annotated[str | None, typer.Option(help="Default: the first that the server offers.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model should be told first.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="TANDEM_API_KEY", help="If the server wants one.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is always the likeliest token.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is always the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="For the same answers again.")] = None,
 ) -> None:
-    """Talk to a running server. /reset begins anew, /quit (or Ctrl-D) ends. Piped text is one message:
+    """Talk to a running server. /reset begins anew, /quit (or Ctrl-D) ends.
+
+    Piped text is one message:
 
     echo "What is the capital of France?" | tandem chat
     """
@@ -219,6 +222,7 @@ def generate(
 
     tandem generate --prompt "The capital of France is"
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: a thread that spins costs whoever else is here
     from tandem.cluster.local import generate as generate_locally
 
     for text in generate_locally(

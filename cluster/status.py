@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tandem.workers.errors import UserError
 
+MIN_WIDTH = 100
 STATES = {"ready": "green", "connecting": "yellow", "lost": "red"}
 
 
@@ -18,6 +19,8 @@ def show_status(url: str, *, as_json: bool) -> None:
     """Print the workers of the cluster whose admin port is `url`. Raises `UserError` if there is none."""
     cluster = fetch_cluster(url)
     console = Console()
+    if console.width < MIN_WIDTH:  # a wrapped line can be read, a cut one cannot
+        console = Console(width=MIN_WIDTH)
     if as_json:
         console.print_json(json.dumps(cluster))
     else:

@@ -42,6 +42,9 @@ from tandem.workers.types import Request, TokenChunk, WorkerAddress
 
 logger = logging.getLogger(__name__)
 
+PAIRING_ATTEMPTS = 5
+PAIRING_PAUSE_S = 1.0
+"""A first pull may fail while the other side is busy starting; a difference between the two is final at once."""
 NEED_PREFILL_TIMEOUT_S = 5.0
 """How long the gateway may think about another prefill worker before this one reads the prompt itself."""
 
@@ -318,13 +321,17 @@ class DecodeWorker:
             return None
 
     async def _pair(self, connection: Connection, address: WorkerAddress) -> None:
-        try:
-            peer = await self.peers.get(address)
-        except (PairingError, ProtocolError, WorkerUnavailable) as error:
-            logger.warning("pairing with %s failed: %s", address.worker_id, error)
-            connection.post(Paired(prefill_worker=address.worker_id, error=str(error)))
-            return
-        path = peer.path
+        for remaining in reversed(range(PAIRING_ATTEMPTS)):
+            try:
+                path = (await self.peers.get(address)).path
+                break
+            except (PairingError, ProtocolError, WorkerUnavailable) as error:
+                logger.warning("pairing with %s failed: %s", address.worker_id, error)
+                if isinstance(error, WorkerUnavailable) and remaining:
+                    await asyncio.sleep(PAIRING_PAUSE_S)
+                    continue
+                connection.post(Paired(prefill_worker=address.worker_id, error=str(error)))
+                return
         connection.post(
             Paired(prefill_worker=address.worker_id, transport=path.transport, gigabytes_per_s=path.gigabytes_per_s)
         )

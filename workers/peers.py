@@ -96,7 +96,7 @@ class PrefillPeer:
             logger.warning("prefill worker %s is silent: its link is dropped", self.address.worker_id)
             self._connection.abort()
             return
-        self._connection.send(Renew(request_ids=tuple(self._inboxes)))
+        self._connection.post(Renew(request_ids=tuple(self._inboxes)))
 
     async def close(self) -> None:
         self._connection.abort()
@@ -206,7 +206,7 @@ class PrefillPeers:
                 try:
                     await self._transfer.pull(description.transfer, remote, local, timeout_s=PROBE_TIMEOUT_S)
                 except TransferError as error:
-                    raise PairingError(f"the first pull failed ({error.reason}): {error}") from error
+                    raise WorkerUnavailable(f"the first pull failed ({error.reason}): {error}") from error
                 elapsed = time.perf_counter() - started
             for block_id, rows in zip(local, expected):
                 if not np.array_equal(self._kv_cache.bytes_of(block_id), rows):

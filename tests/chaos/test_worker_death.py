@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+import openai
 import pytest
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -66,8 +67,10 @@ async def test_a_decode_worker_dies_in_mid_stream(cluster: Any) -> None:
 
 async def test_a_prefill_worker_dies_while_it_reads(cluster: Any) -> None:
     fresh = bodies(cluster, 2100)  # unread prompts: the prefill workers are busy when one of them dies
+    failures = cluster.metric("tandem_kv_transfer_failures_total")
     told = await disturbed(cluster, fresh, 0, lambda: kill(cluster, "prefill-0"))
     outcomes = [answer.outcome for answer in told]
+    await cluster.until(lambda: cluster.metric("tandem_kv_transfer_failures_total") > failures, 3)
     await cluster.until(cluster.is_whole, 60)
     assert await undisturbed(cluster, fresh) == outcomes
 
@@ -100,6 +103,9 @@ async def test_without_decode_workers_there_is_a_clean_error(cluster: Any) -> No
             assert answer.ended == ["[DONE]"]
         else:
             assert answer.status == 503
+    with pytest.raises(openai.InternalServerError):
+        async with openai.AsyncOpenAI(base_url=f"{cluster.serving.url}/v1", api_key="none", max_retries=0) as client:
+            await client.completions.create(model=cluster.serving.model, prompt="Hello", max_tokens=4)
     refused = await cluster.ask(cluster.body(5100, 20))
     assert refused.status == 503
     assert int(refused.headers["retry-after"]) >= 1

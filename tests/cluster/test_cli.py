@@ -156,6 +156,8 @@ def test_a_piped_message_is_asked_and_its_answer_printed(fake: str) -> None:
             "model": "some-model",
             "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}],
             "stream": True,
+            "max_tokens": 512,
+            "temperature": 0.0,
             "seed": 7,
         }
     ]

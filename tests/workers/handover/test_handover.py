@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.workers.protocol import Pair
+from tandem.workers.transfer.faulty import Fail, FaultPlan, FaultyTransfer
 from tandem.workers.types import Choice, Request
 
 
@@ -98,3 +100,36 @@ async def test_a_deadline_ends_a_request_on_both_workers(bench: Any, make_reques
     assert answer.failed is not None
     assert (answer.failed.code, answer.failed.retryable) == ("timeout", False)
     await bench.settled()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype differs: ours 'float32', theirs 'bfloat16'"),
+        ({"block_size": 32}, "block_size differs: ours 16, theirs 32"),
+        ({"max_model_len": 512}, "max_model_len differs: ours 1024, theirs 512"),
+        ({"transfer": "nccl"}, "transfer differs: ours 'local', theirs 'nccl'"),
+    ],
+)
+async def test_workers_that_differ_do_not_pair(
+    bench: Any, make_request: Callable[..., Request], changes: dict[str, Any], message: str
+) -> None:
+    prefill, decode = await bench.worker("prefill", "p0", **changes), await bench.worker("decode", "d0")
+    gateway = await bench.gateway(decode)
+    gateway.connection.send(Pair(prefill=(prefill.address,)))
+    paired = await asyncio.wait_for(gateway.paired.get(), 10)
+    assert (paired.prefill_worker, paired.error) == ("p0", message)
+    answer = await gateway.ask(make_request("r", 200), prefill.address)
+    assert answer.started[0].path == "local"
+
+
+async def test_a_first_pull_that_fails_is_tried_again(bench: Any) -> None:
+    plan = FaultPlan({0: Fail("error")})
+    prefill = await bench.worker("prefill", "p0")
+    decode = await bench.worker("decode", "d0", wrap=lambda inner, pool: FaultyTransfer(inner, pool, plan))
+    gateway = await bench.gateway(decode)
+    gateway.connection.send(Pair(prefill=(prefill.address,)))
+    paired = await asyncio.wait_for(gateway.paired.get(), 10)
+    assert paired.error is None
+    assert (paired.gigabytes_per_s or 0) > 0
+    assert plan.injected == {"Fail": 1}
