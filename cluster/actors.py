@@ -108,6 +108,12 @@ class WorkerActor:
 
     async def run_until_stopped(self) -> None:
         """Returns after `stop`. If the process dies, whoever waits for this call hears of it in some 10 ms."""
+        assert self._server is not None
+        try:
+            await self._server.run_until_failure()
+        except Exception:  # a bug ended the engine: a worker that only answers pings must not stay
+            logging.exception("worker %s ends", self._config.worker_id)
+            os._exit(1)
         await self._stopped.wait()
 
     async def stop(self) -> None:

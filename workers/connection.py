@@ -61,13 +61,6 @@ class Connection:
             return False
         return True
 
-    async def drain(self) -> None:
-        """Wait until the peer has taken most of what was sent."""
-        try:
-            await self._writer.drain()
-        except OSError as error:
-            raise WorkerUnavailable("the connection has ended") from error
-
     async def receive(self) -> protocol.AnyMessage:
         try:
             length = int.from_bytes(await self._reader.readexactly(4), "big")

@@ -116,10 +116,11 @@ class WorkerServer:
         await self.transfer.close()
 
     async def run_until_failure(self) -> None:
-        """Wait for ever; raise if the engine or the role ends, which only a bug makes them do."""
+        """Raise what ended the engine or the role, which only a bug does. Returns after `stop`."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()
+            if not task.cancelled():
+                task.result()
 
     def snapshot(self) -> WorkerSnapshot:
         return WorkerSnapshot(

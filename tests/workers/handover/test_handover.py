@@ -133,3 +133,16 @@ async def test_a_first_pull_that_fails_is_tried_again(bench: Any) -> None:
     assert paired.error is None
     assert (paired.gigabytes_per_s or 0) > 0
     assert plan.injected == {"Fail": 1}
+
+
+async def test_a_bug_in_the_accounting_is_not_survived(bench: Any, make_request: Callable[..., Request]) -> None:
+    worker = await bench.worker("aggregated", "a0")
+    gateway = await bench.gateway(worker)
+
+    def broken(*_: Any) -> Any:
+        raise AssertionError("a bug")
+
+    worker.engine.scheduler.schedule = broken
+    gateway.submit(make_request("r", 20))
+    with pytest.raises(AssertionError, match="a bug"):
+        await asyncio.wait_for(worker.run_until_failure(), 10)
