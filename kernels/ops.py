@@ -17,9 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from torch import Tensor
+
+from tandem.kernels.capture import Captured
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +40,7 @@ class StepLayout:
 
     positions: Tensor  # [num_tokens]: index of each token in its sequence
     slots: Tensor  # [num_tokens]: block_id * block_size + offset, where its K and V are written
-    query_starts: Tensor  # [num_seqs + 1], ascending from 0 to num_tokens
+    query_starts: Tensor  # [num_seqs + 1], ascending from 0; rows from the last on belong to nobody (padding)
     context_lens: Tensor  # [num_seqs]: tokens with KV once this step's are written; the step's are the last of them
     block_tables: Tensor  # [num_seqs, max_blocks]: block ids from position 0; what follows is any valid id
 
@@ -170,6 +174,9 @@ class Ops(Protocol):
         5. u in [0, 1): 53 bits of Philox4x32-10, see `philox.py`. The token is the first in the order of ids at which
            the running float64 sum of exp(logit - max logit) over the kept tokens exceeds u * (the whole sum).
         """
+
+    def capture(self, step: Callable[[], T]) -> Captured[T] | None:
+        """Record what `step` computes, see `capture.py`. None: this backend cannot, call `step` each time instead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,15 +14,20 @@ other (README.md; the tests compare bits):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.capture import Captured
 from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
 from tandem.kernels.reference_attention import AttentionPlan, attend, plan_attention
 from tandem.kernels.reference_sampling import sample
+
+T = TypeVar("T")
 
 _ROW_TILE = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}
 """Rows of one GEMM call. bfloat16 has matrix units, where 64 rows cost about what 4 do."""
@@ -169,6 +174,9 @@ class ReferenceOps:
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
         return sample(logits, inputs)
+
+    def capture(self, step: Callable[[], T]) -> Captured[T] | None:
+        return None
 
 
 def _words(tensor: Tensor) -> int:
