@@ -1,0 +1,13 @@
+// Paged attention.
+//
+// pointers: query, kv_cache, query_starts, context_lens, block_tables (all int64), out
+// sizes: rows, num_seqs, num_heads, num_kv_heads, head_dim, block_size, block_bytes, kv_head_bytes, k_offset, v_offset
+//        (bytes of the layer's K and V behind the start of a KV head), dtype, table_stride, window (0: none), query_block
+// numbers: scale, softcap (0: none)
+#include "op.h"
+
+namespace tandem {
+
+void paged_attention(const Op &, Worker &) {}
+
+}  // namespace tandem

@@ -1,0 +1,112 @@
+// Ops that touch each element once: embedding, (add +) RMSNorm, SiLU * up, and a plain read to measure bandwidth with.
+#include <algorithm>
+#include <cmath>
+
+#include "op.h"
+#include "simd.h"
+
+namespace tandem {
+namespace {
+
+// Calls `body` with a value of the storage type.
+template <class Body>
+void with_type(int64_t dtype, Body body) {
+    if (dtype == kFloat32) return body(float{});
+    if (dtype == kBFloat16) return body(bf16{});
+    body(fp16{});
+}
+
+// The rows of this thread: an equal share, so that no shared counter is touched for so little work.
+template <class Body>
+void for_own_rows(int64_t rows, const Worker &worker, Body body) {
+    int64_t first = rows * worker.index / worker.count, last = rows * (worker.index + 1) / worker.count;
+    for (int64_t row = first; row < last; ++row) body(row);
+}
+
+}  // namespace
+
+// pointers: ids (int64), table, out; sizes: rows, row_bytes, table_rows
+void embedding(const Op &op, Worker &worker) {
+    auto ids = static_cast<const int64_t *>(op.pointers[0]);
+    auto table = static_cast<const char *>(op.pointers[1]);
+    auto out = static_cast<char *>(op.pointers[2]);
+    int64_t row_bytes = op.sizes[1], table_rows = op.sizes[2];
+    for_own_rows(op.sizes[0], worker, [&](int64_t row) {
+        int64_t id = std::clamp<int64_t>(ids[row], 0, table_rows - 1);
+        memcpy(out + row * row_bytes, table + id * row_bytes, row_bytes);
+    });
+}
+
+// pointers: x, residual (or null), weight, out; sizes: rows, width, dtype, x_stride, out_stride; numbers: eps
+void rms_norm(const Op &op, Worker &worker) {
+    int64_t width = op.sizes[1], x_stride = op.sizes[3], out_stride = op.sizes[4];
+    Vec eps_sum = splat(static_cast<float>(op.numbers[0]));
+    with_type(op.sizes[2], [&](auto type) {
+        using T = decltype(type);
+        auto weight = static_cast<const T *>(op.pointers[2]);
+        for_own_rows(op.sizes[0], worker, [&](int64_t row) {
+            auto x = static_cast<const T *>(op.pointers[0]) + row * x_stride;
+            auto out = static_cast<T *>(op.pointers[3]) + row * out_stride;
+            const T *source = x;
+            Vec squares = zero();
+            auto residual = static_cast<T *>(op.pointers[1]);
+            if (residual != nullptr) {
+                residual += row * width;
+                source = residual;
+            }
+            for (int64_t i = 0; i < width; i += kLanes) {
+                int n = static_cast<int>(std::min<int64_t>(width - i, kLanes));
+                Vec value = load(x + i, n);
+                if (residual != nullptr) {
+                    value = rounded_to<T>(value + load(residual + i, n));
+                    store(residual + i, value, n);
+                }
+                squares = fma(value, value, squares);
+            }
+            float mean = lane_sum(squares) / static_cast<float>(width);
+            Vec factor = splat(1.0f / std::sqrt(lane_sum(select_first(1, splat(mean) + eps_sum, zero()))));
+            for (int64_t i = 0; i < width; i += kLanes) {
+                int n = static_cast<int>(std::min<int64_t>(width - i, kLanes));
+                Vec value = rounded_to<T>(load(source + i, n) * factor);
+                store(out + i, value * load(weight + i, n), n);
+            }
+        });
+    });
+}
+
+// pointers: gate_up, out; sizes: rows, width, dtype
+void silu_mul(const Op &op, Worker &worker) {
+    int64_t width = op.sizes[1];
+    with_type(op.sizes[2], [&](auto type) {
+        using T = decltype(type);
+        for_own_rows(op.sizes[0], worker, [&](int64_t row) {
+            auto gate = static_cast<const T *>(op.pointers[0]) + row * 2 * width, up = gate + width;
+            auto out = static_cast<T *>(op.pointers[1]) + row * width;
+            for (int64_t i = 0; i < width; i += kLanes) {
+                int n = static_cast<int>(std::min<int64_t>(width - i, kLanes));
+                Vec x = load(gate + i, n);
+                store(out + i, x / (splat(1.0f) + exp(zero() - x)) * load(up + i, n), n);
+            }
+        });
+    });
+}
+
+// Reads `bytes` and writes one sum per thread. pointers: memory, sums (float32 [threads]); sizes: bytes
+void read_memory(const Op &op, Worker &worker) {
+    constexpr int64_t kPiece = 1 << 20;
+    auto memory = static_cast<const char *>(op.pointers[0]);
+    Vec sums[8];
+    for (Vec &sum : sums) sum = zero();
+    for (int64_t piece; (piece = worker.take()) * kPiece < op.sizes[0];) {
+        const char *at = memory + piece * kPiece, *end = memory + std::min(op.sizes[0], (piece + 1) * kPiece);
+        for (; at + sizeof(Vec) * 8 <= end; at += sizeof(Vec) * 8)
+            for (int i = 0; i < 8; ++i) {
+                __builtin_prefetch(at + 4096 + i * sizeof(Vec));
+                sums[i] = sums[i] + load(reinterpret_cast<const float *>(at) + i * kLanes);
+            }
+    }
+    for (int i = 1; i < 8; ++i) sums[0] = sums[0] + sums[i];
+    static_cast<float *>(op.pointers[1])[worker.index] = lane_sum(sums[0]);
+}
+
+}  // namespace tandem
