@@ -60,13 +60,15 @@ class Tunable:
     `candidates` are in a fixed order, the first being the default and the winner of every tie: put the simplest first.
     `prepare(candidate)` makes what the op needs and returns a function that runs it once, to the end (a GPU backend
     waits for the device). Operands should be shared by the candidates, and weights come from memory rather than from
-    the cache, as in a step. Raises `CandidateUnavailable` where the device cannot run it. `release` is called once
-    when no candidate will be run any more.
+    the cache, as in a step. Raises `CandidateUnavailable` where the device cannot run it. Where one run is too short
+    to wait for, the function may run the op `ops_per_call` times. `release` is called once when no candidate will be
+    run any more.
     """
 
     key: TuningKey
     candidates: tuple[Candidate, ...]
     prepare: Callable[[Candidate], Callable[[], None]]
+    ops_per_call: int = 1
     release: Callable[[], None] = _nothing_to_release
 
     def __post_init__(self) -> None:
