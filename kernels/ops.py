@@ -178,6 +178,9 @@ class Ops(Protocol):
     def capture(self, step: Callable[[], T]) -> Captured[T] | None:
         """Record what `step` computes, see `capture.py`. None: this backend cannot, call `step` each time instead."""
 
+    def run(self, step: Callable[[], T]) -> T:
+        """Compute `step` once, now. A backend may gather its ops and run them together at the end."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKNorm:
@@ -188,7 +191,10 @@ class QKNorm:
     eps: float
 
 
-_BACKENDS = {"reference": "tandem.kernels.reference:ReferenceOps"}
+_BACKENDS = {
+    "reference": "tandem.kernels.reference:ReferenceOps",
+    "cpu": "tandem.kernels.cpu.backend:CpuOps",
+}
 """Backend name -> "module:class", imported when asked for: a missing compiler or library concerns only its users."""
 
 

@@ -178,6 +178,9 @@ class ReferenceOps:
     def capture(self, step: Callable[[], T]) -> Captured[T] | None:
         return None
 
+    def run(self, step: Callable[[], T]) -> T:
+        return step()
+
 
 def _words(tensor: Tensor) -> int:
     """int32 words in one head vector."""

@@ -1,0 +1,228 @@
+"""The CPU backend: native ops, run one by one or recorded and replayed as one list.
+
+Every method describes its op as a record and submits it. Outside a recording that runs it at once; inside, it joins the
+list that `Captured.replay` runs in one native call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.capture import Captured
+from tandem.kernels.cpu import records
+from tandem.kernels.cpu.build import level_of_this_machine, load_library
+from tandem.kernels.cpu.memory import WeightArena
+from tandem.kernels.cpu.packing import CpuLinear, pack
+from tandem.kernels.cpu.records import OpList
+from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
+from tandem.kernels.tuning import Candidate, Choices, TuningKey, bucket_of
+
+T = TypeVar("T")
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+DEFAULT_LINEAR = Candidate.of(prefetch=4096, grain=1, row_block=512)
+"""Bytes of weight fetched ahead; panels that a thread takes at a time; rows that pass through these together."""
+DEFAULT_ATTENTION = Candidate.of(query_block=32)
+"""Query positions that one thread computes together."""
+
+
+class CpuOps:
+    """See `ops.Ops` for what each method computes. Uses `torch.get_num_threads()` threads."""
+
+    name = "cpu"
+
+    def __init__(self, level: str | None = None, on_progress: Callable[[str], None] | None = None) -> None:
+        """`level`: one of `build.LEVELS`; None: the best of this machine. Raises `build.BuildError`."""
+        self.level = level or level_of_this_machine(on_progress)
+        self._library = load_library(self.level, on_progress)
+        self._arena = WeightArena()
+        self._choices = Choices({})
+        self._recording: OpList | None = None
+
+    def use_choices(self, choices: Choices) -> None:
+        """From now on run each op as chosen; what is recorded already stays as it is."""
+        self._choices = choices
+
+    # Recording
+
+    def capture(self, step: Callable[[], T]) -> Captured[T]:
+        """Record the ops of `step` without running them. The number of threads is fixed here."""
+        assert self._recording is None, "captures do not nest"
+        recording = OpList()
+        num_threads = torch.get_num_threads()
+        self._recording = recording
+        try:
+            result = step()
+        finally:
+            self._recording = None
+        return Captured(result, lambda: recording.run(self._library, num_threads), len(recording))
+
+    def run(self, step: Callable[[], T]) -> T:
+        """All ops of `step` in one native call."""
+        captured = self.capture(step)
+        captured.replay()
+        return captured.result
+
+    def _submit(
+        self, code: int, operands: Sequence[Tensor | None], sizes: Sequence[int], numbers: Sequence[float] = ()
+    ) -> None:
+        if self._recording is not None:
+            self._recording.append(code, operands, sizes, numbers)
+            return
+        single = OpList()
+        single.append(code, operands, sizes, numbers)
+        single.run(self._library, torch.get_num_threads())
+
+    # Ops
+
+    def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = table.new_empty(token_ids.shape[0], table.shape[1])
+        row_bytes = table.shape[1] * table.element_size()
+        self._submit(records.EMBEDDING, (token_ids, table, out), (token_ids.shape[0], row_bytes, table.shape[0]))
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        return self._norm(x, None, weight, eps, out)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        return self._norm(x, residual, weight, eps, out)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+        if out is None:
+            out = torch.empty_like(x)
+        rows, width = x.shape
+        sizes = (rows, width, _DTYPES[x.dtype], x.stride(0), out.stride(0))
+        self._submit(records.RMS_NORM, (x, residual, weight, out), sizes, (eps,))
+        return out
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return pack(weight, bias, self._arena)
+
+    def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+        assert isinstance(packed, CpuLinear)
+        rows = x.shape[0]
+        if out is None:
+            out = x.new_empty(rows, packed.out_features)
+        chosen = self._choice("linear", packed.shape, rows, x.dtype, DEFAULT_LINEAR)
+        self._submit_linear(x, packed, out, chosen)
+        return out
+
+    def _submit_linear(self, x: Tensor, packed: CpuLinear, out: Tensor, chosen: Candidate) -> None:
+        strides = (x.stride(0), out.stride(0))
+        how = (chosen["prefetch"], chosen["grain"], chosen["row_block"])
+        sizes = (x.shape[0], packed.in_features, packed.out_features, *strides, _DTYPES[x.dtype], *how)
+        self._submit(records.LINEAR, (x, packed.weight, packed.bias, out), sizes)
+
+    def _choice(self, op: str, shape: str, rows: int, dtype: torch.dtype, default: Candidate) -> Candidate:
+        key = TuningKey(op, shape, bucket_of(max(rows, 1)), str(dtype).removeprefix("torch."))
+        return self._choices.get(key) or default
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if out is None:
+            out = gate_up.new_empty(rows, width)
+        self._submit(records.SILU_MUL, (gate_up, out), (rows, width, _DTYPES[gate_up.dtype]))
+        return out
+
+    def plan_step(self, layout: StepLayout, kv_cache: Tensor, num_heads: int) -> StepPlan:
+        return StepPlan(layout)
+
+    def rope_and_write_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        qk_norm: QKNorm | None,
+        kv_cache: Tensor,
+        layer: int,
+        plan: StepPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        _, num_kv_heads, _, _, block_size, head_dim = kv_cache.shape
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        if out is None:
+            out = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
+        layout = plan.layout
+        weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
+        operands = (qkv, cos, sin, *weights, kv_cache, layout.slots, layout.query_starts, out)
+        shape = (qkv.shape[0], layout.query_starts.shape[0] - 1, num_heads, num_kv_heads, head_dim, block_size)
+        sizes = (*shape, *_cache_offsets(kv_cache, layer), _DTYPES[qkv.dtype])
+        self._submit(records.ROPE_AND_WRITE_KV, operands, sizes, (0.0 if qk_norm is None else qk_norm.eps,))
+        return out
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        layer: int,
+        plan: StepPlan,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        _, num_kv_heads, _, _, block_size, head_dim = kv_cache.shape
+        rows, num_heads, _ = query.shape
+        if out is None:
+            out = query.new_empty(rows, num_heads * head_dim)
+        layout = plan.layout
+        num_seqs = layout.context_lens.shape[0]
+        chosen = self._choice("paged_attention", _attention_shape(query, kv_cache), rows, query.dtype, DEFAULT_ATTENTION)
+        operands = (query, kv_cache, layout.query_starts, layout.context_lens, layout.block_tables, out)
+        shape = (rows, num_seqs, num_heads, num_kv_heads, head_dim, block_size)
+        table_stride = layout.block_tables.stride(0)
+        rest = (_DTYPES[query.dtype], table_stride, window or 0, chosen["query_block"])
+        sizes = (*shape, *_cache_offsets(kv_cache, layer), *rest)
+        self._submit(records.PAGED_ATTENTION, operands, sizes, (scale, softcap or 0.0))
+        return out
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
+        rows, vocab_size = logits.shape
+        penalties = inputs.penalties
+        seen: tuple[Tensor | None, ...] = (None,) * 6
+        if penalties is not None:
+            counts = (penalties.token_ids, penalties.prompt_lens, penalties.lens)
+            seen = (*counts, penalties.presence, penalties.frequency, penalties.repetition)
+        sampled = _empty_sampled(rows, min(inputs.num_top_logprobs, vocab_size), inputs.logprob_rows)
+        wanted = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.choice)
+        outputs = (sampled.token_ids, sampled.logprobs, sampled.top_token_ids, sampled.top_logprobs)
+        sizes = (
+            rows,
+            vocab_size,
+            _DTYPES[logits.dtype],
+            logits.stride(0),
+            0 if penalties is None else penalties.token_ids.stride(0),
+            0 if inputs.logprob_rows is None else inputs.logprob_rows.shape[0],
+            0 if sampled.top_token_ids is None else sampled.top_token_ids.shape[1],
+        )
+        operands = (logits, *wanted, inputs.position, *seen, inputs.logprob_rows, *outputs)
+        self._submit(records.SAMPLE, operands, sizes)
+        return sampled
+
+
+def _attention_shape(query: Tensor, kv_cache: Tensor) -> str:
+    return f"{query.shape[1]}:{kv_cache.shape[1]}x{kv_cache.shape[5]}"
+
+
+def _cache_offsets(kv_cache: Tensor, layer: int) -> tuple[int, int, int, int]:
+    """Bytes: of a block, of a KV head in it, from there to the layer's K, and to its V."""
+    size = kv_cache.element_size()
+    block, head, one_layer, half = (kv_cache.stride(dim) * size for dim in range(4))
+    return block, head, layer * one_layer, layer * one_layer + half
+
+
+def _empty_sampled(rows: int, num_top: int, logprob_rows: Tensor | None) -> Sampled:
+    token_ids = torch.empty(rows, dtype=torch.int64)
+    if logprob_rows is None:
+        return Sampled(token_ids, None, None, None)
+    count = logprob_rows.shape[0]
+    top_token_ids = torch.empty(count, num_top, dtype=torch.int64)
+    return Sampled(token_ids, torch.empty(count), top_token_ids, torch.empty(count, num_top))
