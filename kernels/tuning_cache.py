@@ -87,6 +87,8 @@ def merge_results(path: Path, device: DeviceKey, results: Mapping[TuningKey, Rem
     """Add `results` to the file; they win over what it says of the same keys. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(path.name + ".lock")):
+        for leftover in path.parent.glob(f"{_temporary_prefix(path)}*"):
+            leftover.unlink(missing_ok=True)  # of a process that was killed: we hold the lock
         old = _read_or_empty(path)
         others = [section for section in old.devices if section.device != device]
         section = _section(device, {**old.results_of(device), **results})
@@ -220,11 +222,8 @@ def _section(device: DeviceKey, results: Mapping[TuningKey, Remembered]) -> _Sec
 
 
 def _replace(path: Path, content: _File) -> None:
-    """Write a sibling, flush it, rename it. In the cache this happens under the lock."""
-    prefix = f".{path.name}.tmp-"
-    for leftover in path.parent.glob(f"{prefix}*"):  # of a process that was killed
-        leftover.unlink(missing_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
+    """Write a sibling, flush it, rename it."""
+    descriptor, name = tempfile.mkstemp(prefix=_temporary_prefix(path), dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -235,3 +234,7 @@ def _replace(path: Path, content: _File) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary_prefix(path: Path) -> str:
+    return f".{path.name}.tmp-"

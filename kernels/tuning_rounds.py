@@ -1,10 +1,12 @@
 """How candidates are compared: interleaved rounds, medians, and the noise of this very measurement.
 
-1. Each candidate runs once to warm up, then three times alone. Those above `HOPELESS` times the fastest are out.
+1. Each candidate runs once to warm up, then three times alone, of which the fastest counts. Those above `HOPELESS`
+   times the fastest are out.
 2. In a round every candidate that is left is timed once, in a shuffled order, and the fastest of step 1 twice: it has a
-   twin. A sample repeats the op until it lasts about `SAMPLE_S`. A candidate's score is the median over the rounds of
-   its time divided by the median of that round: whatever slowed the whole round down drops out.
-3. Noise is what the twin shows against its original: the distance of the median ratio from 1, plus the standard error
+   twin. A sample is the fastest of three runs of calls, each about `RUN_S` long: on a busy machine one of them meets a
+   scheduler's slice, hardly all. A candidate's score is the median over the rounds of its time divided by the median
+   of that round: whatever slowed the whole round down drops out.
+3. Noise is what the twin shows against its original: the distance of the median ratio from 1, plus two standard errors
    of that median.
 4. The winner is the first candidate, in the fixed order, within max(`TIE`, noise) of the fastest.
 5. Rounds go on until the noise is below `TIE` and the winner has not changed for `STEADY_ROUNDS`, or the time is up.
@@ -15,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from statistics import median
 
 from tandem.kernels.tuning import Candidate, CandidateUnavailable, Tunable
@@ -28,10 +30,13 @@ TIE = 0.02
 MIN_ROUNDS = 5
 MAX_ROUNDS = 60
 STEADY_ROUNDS = 4
-SAMPLE_S = 1e-3
-"""Long beside the clock's resolution and a call's overhead, short beside a scheduler's slice."""
-SCREENING_RUNS = 3
-"""The fastest of them counts: one may have met a scheduler's slice."""
+RUN_S = 0.4e-3
+"""Long beside the clock's resolution, short beside a scheduler's slice of 4 to 16 ms."""
+NUM_RUNS = 3
+LONG_CALL_S = 10e-3
+"""A call of this length is a sample of its own: it contains slices anyway, and nobody wants to wait for three."""
+SHORTEST_CALL_S = 1e-6
+"""A clock may see less, even nothing."""
 
 
 class NotMeasured(Exception):
@@ -79,7 +84,8 @@ class Rounds:
         middle = median(ratios)
         spread = median(abs(ratio - middle) for ratio in ratios)
         # 1.4826 makes a standard deviation of it, 1.2533 is how much less sure a median is than a mean
-        return abs(middle - 1) + 1.4826 * 1.2533 * spread / sqrt(len(ratios))
+        standard_error = 1.4826 * 1.2533 * spread / sqrt(len(ratios))
+        return abs(middle - 1) + 2 * standard_error
 
     def winner(self) -> int:
         """The first candidate that is not measurably slower than the fastest."""
@@ -104,7 +110,7 @@ def measure(tunable: Tunable, *, enough_at: float, deadline: float, clock: Clock
     stopwatch = _Stopwatch(clock, deadline)
     runners, unavailable = _prepare(tunable, stopwatch)
     for runner in runners:
-        runner.alone_s = min(stopwatch.time(runner.call, 1) for _ in range(SCREENING_RUNS))
+        runner.alone_s = stopwatch.time(runner.call, num_runs=NUM_RUNS)
     fastest = min(runners, key=lambda runner: runner.alone_s)
     live = [runner for runner in runners if runner.alone_s <= HOPELESS * fastest.alone_s]
     seconds = {runner.candidate.name: runner.alone_s for runner in runners}
@@ -127,13 +133,16 @@ class _Stopwatch:
         if self.clock() >= self._deadline:
             raise NotMeasured
 
-    def time(self, call: Callable[[], None], num_calls: int) -> float:
-        """Seconds of one call, the mean of `num_calls`. Raises `NotMeasured`."""
-        self.check()
-        began = self.clock()
-        for _ in range(num_calls):
-            call()
-        return (self.clock() - began) / num_calls
+    def time(self, call: Callable[[], None], *, num_runs: int, num_calls: int = 1) -> float:
+        """Seconds of one call in the fastest of `num_runs` runs of `num_calls`. Raises `NotMeasured`."""
+        fastest = inf
+        for _ in range(num_runs):
+            self.check()
+            began = self.clock()
+            for _ in range(num_calls):
+                call()
+            fastest = min(fastest, self.clock() - began)
+        return fastest / num_calls
 
 
 def _prepare(tunable: Tunable, stopwatch: _Stopwatch) -> tuple[list[_Runner], tuple[str, ...]]:
@@ -157,13 +166,16 @@ def _prepare(tunable: Tunable, stopwatch: _Stopwatch) -> tuple[list[_Runner], tu
 def _run_rounds(live: list[_Runner], twin_of: int, stopwatch: _Stopwatch, enough_at: float) -> Rounds:
     """At least `MIN_ROUNDS`. Raises `NotMeasured` where there is no time for them."""
     slots = [*live, live[twin_of]]
-    num_calls = ceil(SAMPLE_S / max(live[twin_of].alone_s, 1e-6))
+    alone_s = max(live[twin_of].alone_s, SHORTEST_CALL_S)
+    num_calls, num_runs = ceil(RUN_S / alone_s), NUM_RUNS if alone_s < LONG_CALL_S else 1
     rounds = Rounds(len(live), twin_of)
     winners: list[int] = []
     while not _is_enough(rounds, winners) and (len(rounds) < MIN_ROUNDS or stopwatch.clock() < enough_at):
         order = random.Random(len(rounds)).sample(range(len(slots)), len(slots))
         try:
-            samples = {place: stopwatch.time(slots[place].call, num_calls) for place in order}
+            samples = {
+                place: stopwatch.time(slots[place].call, num_runs=num_runs, num_calls=num_calls) for place in order
+            }
         except NotMeasured:
             if len(rounds) < MIN_ROUNDS:
                 raise
