@@ -4,10 +4,22 @@
 // sizes: rows, num_seqs, num_heads, num_kv_heads, head_dim, block_size, block_bytes, kv_head_bytes, k_offset, v_offset
 //        (bytes of the layer's K and V behind the start of a KV head), dtype, table_stride, window (0: none), query_block
 // numbers: scale, softcap (0: none)
+#include "attention.h"
+#include "attention_tiles.h"
 #include "op.h"
 
 namespace tandem {
 
-void paged_attention(const Op &, Worker &) {}
+void paged_attention(const Op &op, Worker &worker) {
+    Attention a(op);
+    Pieces pieces(a, worker.count > 1);
+#if defined(__AMX_BF16__)
+    if (a.dtype == kBFloat16) {
+        attention_tiles::PieceOnTiles tiles(a, worker);
+        for (int64_t index; (index = worker.take()) < pieces.size();) tiles.run(pieces[index]);
+        return;
+    }
+#endif
+}
 
 }  // namespace tandem
