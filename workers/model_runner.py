@@ -1,37 +1,38 @@
-"""Executes a step: the batch's lists become tensors here and nowhere else, and sampled tokens become records again.
+"""Executes a step: replays the recorded one where the batch is a decode step, else computes it as it comes.
 
 The runner keeps nothing per sequence. All it knows comes with the batch, and all that lasts is in the KV cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Ops, Penalties, Sampled, SamplingInputs, StepLayout, load_ops
-from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
+from tandem.kernels.ops import Ops, Sampled, StepLayout, load_ops
+from tandem.workers.batch import Batch, SampledToken
+from tandem.workers.decode_step import DecodeSteps, decode_buckets, is_plain
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.weights import ModelWeights
-from tandem.workers.types import SamplingParams, TokenLogprobs
+from tandem.workers.step_inputs import StepInputs, build, build_sampling, collect
 
-_UINT64 = (1 << 64) - 1
+__all__ = ["ModelRunner", "StepCounts", "StepInputs", "build"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepInputs:
-    """A batch as tensors, all on the runner's device."""
+@dataclass(slots=True)
+class StepCounts:
+    """How steps were run so far."""
 
-    token_ids: Tensor  # [num_tokens] int64
-    layout: StepLayout
-    sample_rows: Tensor  # [num_samples] int64: rows of the step whose next token is sampled
-    sampling: SamplingInputs | None  # one row per sample; None: nothing is sampled
+    replayed: int = 0
+    """Recorded decode steps, token and all."""
+    replayed_to_logits: int = 0
+    """Recorded up to the logits; sampled by itself, for penalties or logprobs."""
+    eager: int = 0
+    """Computed as they came: prompts, and whatever the recorded steps do not cover."""
 
 
 class ModelRunner:
@@ -49,14 +50,41 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int = 512,
         ops: Ops | None = None,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._ops = load_ops("reference") if ops is None else ops
-        self._decoder = Decoder(config, weights, self._ops, max_model_len)
+        self.ops = load_ops("reference") if ops is None else ops
+        self.decoder = Decoder(config, weights, self.ops, max_model_len)
+        self.decoder.reserve(max(max_num_batched_tokens, max_num_seqs))
+        self._logits = weights.embedding.new_empty(max_num_seqs, config.vocab_size)
+        self._decode: DecodeSteps | None = None
+        self.counts = StepCounts()
+
+    @torch.inference_mode()
+    def record(self, on_bucket: Callable[[int], None] = lambda bucket: None) -> bool:
+        """Record decode steps for all batch sizes. False: the backend does not record, all steps stay eager."""
+        decode = DecodeSteps(
+            self.ops,
+            buckets=decode_buckets(self._max_num_seqs),
+            max_blocks=-(-self._max_model_len // self._kv_cache.block_size),
+            block_size=self._kv_cache.block_size,
+            logits=self._logits,
+        )
+        if not decode.record(self._logits_of, on_bucket):
+            return False
+        self._decode = decode
+        return True
+
+    @property
+    def num_ops_per_decode_step(self) -> int:
+        """Native ops or kernels of a recorded decode step. Raises `ValueError` if none was recorded."""
+        if self._decode is None:
+            raise ValueError("no decode step was recorded")
+        return self._decode.num_ops
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SampledToken | None]:
@@ -64,16 +92,37 @@ class ModelRunner:
         if not batch.items:
             return []
         self._check(batch)
+        if self._decode is not None and self._decode.fits(batch):
+            return self._replay(self._decode, batch)
+        self.counts.eager += 1
         inputs = build(batch, self._kv_cache.block_size)
-        hidden = self._forward(inputs)
-        if inputs.sampling is None:
-            return [None] * len(batch.items)
-        logits = self._decoder.logits(hidden.index_select(0, inputs.sample_rows))
-        return _collect(batch, self._ops.sample(logits, inputs.sampling))
+        sampled = self.ops.run(lambda: self._compute(inputs))
+        return [None] * len(batch.items) if sampled is None else collect(batch, sampled)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        plan = self._ops.plan_step(inputs.layout, self._kv_cache.tensor, self._config.num_heads)
-        return self._decoder.forward(inputs.token_ids, self._kv_cache.tensor, plan)
+    def _replay(self, decode: DecodeSteps, batch: Batch) -> list[SampledToken | None]:
+        if is_plain(batch):
+            self.counts.replayed += 1
+            token_ids = decode.run(batch).token_ids[: len(batch.items)].tolist()
+            return [SampledToken(token_id, None) for token_id in token_ids]
+        self.counts.replayed_to_logits += 1
+        logits = decode.run_to_logits(batch)
+        specs = [item.sample for item in batch.items if item.sample is not None]
+        return collect(batch, self.ops.sample(logits, build_sampling(specs)))
+
+    def _compute(self, inputs: StepInputs) -> Sampled | None:
+        hidden = self._forward(inputs.token_ids, inputs.layout)
+        if inputs.sampling is None:
+            return None
+        sampled_rows = self.ops.embedding(inputs.sample_rows, hidden)
+        logits = self.decoder.logits(sampled_rows, out=self._logits[: inputs.sample_rows.shape[0]])
+        return self.ops.sample(logits, inputs.sampling)
+
+    def _logits_of(self, token_ids: Tensor, layout: StepLayout, out: Tensor) -> Tensor:
+        return self.decoder.logits(self._forward(token_ids, layout), out=out)
+
+    def _forward(self, token_ids: Tensor, layout: StepLayout) -> Tensor:
+        plan = self.ops.plan_step(layout, self._kv_cache.tensor, self._config.num_heads)
+        return self.decoder.forward(token_ids, self._kv_cache.tensor, plan)
 
     def _check(self, batch: Batch) -> None:
         if len(batch.items) > self._max_num_seqs:
@@ -84,107 +133,3 @@ class ModelRunner:
                 raise ValueError(f"positions {item.start} to {end}, max_model_len is {self._max_model_len}")
             if len(item.block_ids) * self._kv_cache.block_size < end:
                 raise ValueError(f"{len(item.block_ids)} blocks for {end} tokens")
-
-
-def build(batch: Batch, block_size: int) -> StepInputs:
-    """The only place where lists become tensors."""
-    items = batch.items
-    lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
-    starts = np.fromiter((item.start for item in items), np.int64, len(items))
-    query_starts = np.concatenate((np.zeros(1, np.int64), lengths.cumsum()))
-    block_tables = _padded([_used_blocks(item, block_size) for item in items])
-    seq = np.repeat(np.arange(len(items)), lengths)
-    positions = np.arange(query_starts[-1]) - query_starts[seq] + starts[seq]
-    slots = block_tables[seq, positions // block_size] * block_size + positions % block_size
-    token_ids = np.fromiter((token for item in items for token in item.token_ids), np.int64, int(query_starts[-1]))
-    layout = StepLayout(
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        query_starts=torch.from_numpy(query_starts),
-        context_lens=torch.from_numpy(starts + lengths),
-        block_tables=torch.from_numpy(block_tables),
-    )
-    samples = [(index, item.sample) for index, item in enumerate(items) if item.sample is not None]
-    sample_rows = query_starts[[index + 1 for index, _ in samples]] - 1
-    sampling = _build_sampling([spec for _, spec in samples]) if samples else None
-    return StepInputs(torch.from_numpy(token_ids), layout, torch.from_numpy(sample_rows), sampling)
-
-
-def _used_blocks(item: BatchItem, block_size: int) -> Sequence[int]:
-    return item.block_ids[: -(-(item.start + len(item.token_ids)) // block_size)]
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """[num_rows, length of the longest], padded with 0."""
-    table = np.zeros((len(rows), max(len(row) for row in rows)), np.int64)
-    for index, row in enumerate(rows):
-        table[index, : len(row)] = row
-    return table
-
-
-def _build_sampling(specs: Sequence[SampleSpec]) -> SamplingInputs:
-    params = [spec.params for spec in specs]
-    seeds = np.array([one.seed & _UINT64 for one in params], np.uint64).view(np.int64)
-    logprob_rows = [row for row, one in enumerate(params) if one.num_logprobs is not None]
-    return SamplingInputs(
-        temperature=torch.tensor([one.temperature for one in params], dtype=torch.float32),
-        top_k=torch.tensor([one.top_k for one in params]),
-        top_p=torch.tensor([one.top_p for one in params], dtype=torch.float32),
-        min_p=torch.tensor([one.min_p for one in params], dtype=torch.float32),
-        seed=torch.from_numpy(seeds),
-        choice=torch.tensor([spec.choice for spec in specs]),
-        position=torch.tensor([spec.position for spec in specs]),
-        penalties=_build_penalties(specs),
-        logprob_rows=torch.tensor(logprob_rows) if logprob_rows else None,
-        num_top_logprobs=max((one.num_logprobs or 0 for one in params), default=0),
-    )
-
-
-def _build_penalties(specs: Sequence[SampleSpec]) -> Penalties | None:
-    params = [spec.params for spec in specs]
-    if not any(_has_penalties(one) for one in params):
-        return None
-    histories: list[Sequence[int]] = [spec.token_ids if _has_penalties(spec.params) else () for spec in specs]
-    return Penalties(
-        token_ids=torch.from_numpy(_padded(histories)),
-        prompt_lens=torch.tensor([spec.num_prompt_tokens for spec in specs]),
-        lens=torch.tensor([len(history) for history in histories]),
-        presence=torch.tensor([one.presence_penalty for one in params], dtype=torch.float32),
-        frequency=torch.tensor([one.frequency_penalty for one in params], dtype=torch.float32),
-        repetition=torch.tensor([one.repetition_penalty for one in params], dtype=torch.float32),
-    )
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-
-
-def _collect(batch: Batch, sampled: Sampled) -> list[SampledToken | None]:
-    """The sampled tokens as records, aligned with the batch's items."""
-    token_ids = iter(sampled.token_ids.tolist())
-    logprobs = iter(_logprob_rows(sampled))
-    results: list[SampledToken | None] = []
-    for item in batch.items:
-        if item.sample is None:
-            results.append(None)
-            continue
-        wanted = item.sample.params.num_logprobs
-        results.append(SampledToken(next(token_ids), None if wanted is None else _cut(next(logprobs), wanted)))
-    return results
-
-
-def _logprob_rows(sampled: Sampled) -> list[TokenLogprobs]:
-    if sampled.logprobs is None or sampled.top_token_ids is None or sampled.top_logprobs is None:
-        return []
-    columns = (sampled.logprobs.tolist(), sampled.top_token_ids.tolist(), sampled.top_logprobs.tolist())
-    return [
-        TokenLogprobs(logprob=logprob, top_token_ids=tuple(ids), top_logprobs=tuple(top))
-        for logprob, ids, top in zip(*columns, strict=True)
-    ]
-
-
-def _cut(row: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    """The first `num_top` alternatives: another row of the batch may have asked for more."""
-    return TokenLogprobs(
-        logprob=row.logprob, top_token_ids=row.top_token_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]
-    )

@@ -175,7 +175,9 @@ class CpuOps:
             out = query.new_empty(rows, num_heads * head_dim)
         layout = plan.layout
         num_seqs = layout.context_lens.shape[0]
-        chosen = self._choice("paged_attention", _attention_shape(query, kv_cache), rows, query.dtype, DEFAULT_ATTENTION)
+        chosen = self._choice(
+            "paged_attention", _attention_shape(query, kv_cache), rows, query.dtype, DEFAULT_ATTENTION
+        )
         operands = (query, kv_cache, layout.query_starts, layout.context_lens, layout.block_tables, out)
         shape = (rows, num_seqs, num_heads, num_kv_heads, head_dim, block_size)
         table_stride = layout.block_tables.stride(0)

@@ -1,0 +1,134 @@
+"""A batch's lists become tensors here and nowhere else, and sampled tokens become records again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.kernels.ops import Penalties, Sampled, SamplingInputs, StepLayout
+from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
+from tandem.workers.types import SamplingParams, TokenLogprobs
+
+_UINT64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """A batch as tensors, all on one device."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    layout: StepLayout
+    sample_rows: Tensor  # [num_samples] int64: rows of the step whose next token is sampled
+    sampling: SamplingInputs | None  # one row per sample; None: nothing is sampled
+
+
+def build(batch: Batch, block_size: int) -> StepInputs:
+    """Tensors of the shapes that the batch has."""
+    items = batch.items
+    lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
+    starts = np.fromiter((item.start for item in items), np.int64, len(items))
+    query_starts = np.concatenate((np.zeros(1, np.int64), lengths.cumsum()))
+    block_tables = _padded([used_blocks(item, block_size) for item in items])
+    seq = np.repeat(np.arange(len(items)), lengths)
+    positions = np.arange(query_starts[-1]) - query_starts[seq] + starts[seq]
+    slots = block_tables[seq, positions // block_size] * block_size + positions % block_size
+    token_ids = np.fromiter((token for item in items for token in item.token_ids), np.int64, int(query_starts[-1]))
+    layout = StepLayout(
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        query_starts=torch.from_numpy(query_starts),
+        context_lens=torch.from_numpy(starts + lengths),
+        block_tables=torch.from_numpy(block_tables),
+    )
+    samples = [(index, item.sample) for index, item in enumerate(items) if item.sample is not None]
+    sample_rows = query_starts[[index + 1 for index, _ in samples]] - 1
+    sampling = build_sampling([spec for _, spec in samples]) if samples else None
+    return StepInputs(torch.from_numpy(token_ids), layout, torch.from_numpy(sample_rows), sampling)
+
+
+def used_blocks(item: BatchItem, block_size: int) -> Sequence[int]:
+    """The blocks that hold tokens once the item is computed."""
+    return item.block_ids[: -(-(item.start + len(item.token_ids)) // block_size)]
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """[num_rows, length of the longest], padded with 0."""
+    table = np.zeros((len(rows), max(len(row) for row in rows)), np.int64)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    return table
+
+
+def build_sampling(specs: Sequence[SampleSpec]) -> SamplingInputs:
+    """One row per sample."""
+    params = [spec.params for spec in specs]
+    seeds = np.array([one.seed & _UINT64 for one in params], np.uint64).view(np.int64)
+    logprob_rows = [row for row, one in enumerate(params) if one.num_logprobs is not None]
+    return SamplingInputs(
+        temperature=torch.tensor([one.temperature for one in params], dtype=torch.float32),
+        top_k=torch.tensor([one.top_k for one in params]),
+        top_p=torch.tensor([one.top_p for one in params], dtype=torch.float32),
+        min_p=torch.tensor([one.min_p for one in params], dtype=torch.float32),
+        seed=torch.from_numpy(seeds),
+        choice=torch.tensor([spec.choice for spec in specs]),
+        position=torch.tensor([spec.position for spec in specs]),
+        penalties=_build_penalties(specs),
+        logprob_rows=torch.tensor(logprob_rows) if logprob_rows else None,
+        num_top_logprobs=max((one.num_logprobs or 0 for one in params), default=0),
+    )
+
+
+def _build_penalties(specs: Sequence[SampleSpec]) -> Penalties | None:
+    params = [spec.params for spec in specs]
+    if not any(has_penalties(one) for one in params):
+        return None
+    histories: list[Sequence[int]] = [spec.token_ids if has_penalties(spec.params) else () for spec in specs]
+    return Penalties(
+        token_ids=torch.from_numpy(_padded(histories)),
+        prompt_lens=torch.tensor([spec.num_prompt_tokens for spec in specs]),
+        lens=torch.tensor([len(history) for history in histories]),
+        presence=torch.tensor([one.presence_penalty for one in params], dtype=torch.float32),
+        frequency=torch.tensor([one.frequency_penalty for one in params], dtype=torch.float32),
+        repetition=torch.tensor([one.repetition_penalty for one in params], dtype=torch.float32),
+    )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token depends on those before it otherwise than through the model."""
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def collect(batch: Batch, sampled: Sampled) -> list[SampledToken | None]:
+    """The sampled tokens as records, aligned with the batch's items."""
+    token_ids = iter(sampled.token_ids.tolist())
+    logprobs = iter(_logprob_rows(sampled))
+    results: list[SampledToken | None] = []
+    for item in batch.items:
+        if item.sample is None:
+            results.append(None)
+            continue
+        wanted = item.sample.params.num_logprobs
+        results.append(SampledToken(next(token_ids), None if wanted is None else _cut(next(logprobs), wanted)))
+    return results
+
+
+def _logprob_rows(sampled: Sampled) -> list[TokenLogprobs]:
+    if sampled.logprobs is None or sampled.top_token_ids is None or sampled.top_logprobs is None:
+        return []
+    columns = (sampled.logprobs.tolist(), sampled.top_token_ids.tolist(), sampled.top_logprobs.tolist())
+    return [
+        TokenLogprobs(logprob=logprob, top_token_ids=tuple(ids), top_logprobs=tuple(top))
+        for logprob, ids, top in zip(*columns, strict=True)
+    ]
+
+
+def _cut(row: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    """The first `num_top` alternatives: another row of the batch may have asked for more."""
+    return TokenLogprobs(
+        logprob=row.logprob, top_token_ids=row.top_token_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]
+    )
