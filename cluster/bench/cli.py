@@ -12,19 +12,18 @@ import msgspec
 import typer
 from rich.console import Console
 
+from tandem.cluster.bench.engine_cli import engine
 from tandem.workers.errors import UserError
 
-bench_app = typer.Typer(help="Measure a server, or check that it answers the same whichever way.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Measure a server or an engine, or check that answers are the same whichever way.", no_args_is_help=True
+)
+bench_app.command("engine")(engine)
 
 
 class _Api(str, Enum):  # noqa: UP042  (typer shows the values of plain string enums)
     completions = "completions"
     chat = "chat"
-
-
-@bench_app.callback()
-def _bench() -> None:
-    """Keeps `serve` a command of its own while it is the only one."""
 
 
 @bench_app.command("serve")

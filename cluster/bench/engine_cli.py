@@ -1,0 +1,126 @@
+"""The command lines of `tandem bench engine` and `tandem bench ops`."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from tandem.workers.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.cluster.bench.engine import EngineOptions
+
+PEERS = Path(__file__).parents[2] / "tests" / "bench" / "peers"
+"""In a checkout. The installed package has no adapters: --peers says where they are."""
+
+
+def engine(
+    model: Annotated[
+        str, typer.Argument(help="As for tandem serve, or random:qwen2.5-0.5b, random:qwen2.5-1.5b.")
+    ] = "smollm2-135m-instruct",
+    threads: Annotated[str, typer.Option(help="Cores to pin every side to: one table for each.")] = "1,2",
+    streams: Annotated[str, typer.Option(help="Sequences per decode step.")] = "1,8,32",
+    context: Annotated[str, typer.Option(help="Tokens of context of each of them.")] = "64,512",
+    prefill: Annotated[str, typer.Option(help="Prompt lengths, tokens.")] = "512,1024",
+    chunk: Annotated[int, typer.Option(help="Our prefill chunk, as --max-num-batched-tokens of tandem serve.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds; in each, every side measures everything once.")] = 5,
+    steps: Annotated[int, typer.Option(help="Decode steps that are timed, per round.")] = 16,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="A peer: NAME, NAME=PYTHON or NAME:VARIANT=PYTHON. Repeat for several.", metavar="NAME"),
+    ] = None,
+    peers: Annotated[Path, typer.Option(help="Folder with NAME_peer.py.", show_default=False)] = PEERS,
+    scratch: Annotated[
+        Path | None, typer.Option(help="Keep logs and what peers convert or compile here. Default: a temporary folder.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file, for a README.")] = None,
+) -> None:
+    """Measure decode steps and prefill beside other engines, and beside what this machine's memory and cores can do.
+
+    tandem bench engine --against transformers --against vllm=/opt/vllm/bin/python
+    """
+    from tandem.cluster.bench.engine import bench_engine
+    from tandem.cluster.bench.engine_figures import Decode, Prefill
+    from tandem.cluster.bench.engine_report import print_engine_report, to_json, to_markdown
+    from tandem.cluster.bench.sides import parse_against
+
+    console = Console(stderr=True)
+    try:
+        pairs = itertools.product(_numbers("--context", context), _numbers("--streams", streams))
+        decodes = tuple(Decode(num_streams, length) for length, num_streams in pairs)
+        prefills = tuple(map(Prefill, _numbers("--prefill", prefill)))
+        specs = tuple(parse_against(text, peers) for text in against or ())
+        with _folder(scratch) as folder:
+            options = _options(
+                model,
+                folder,
+                threads=_numbers("--threads", threads),
+                decodes=decodes,
+                prefills=prefills,
+                chunk=chunk,
+                rounds=rounds,
+                steps=steps,
+                peers=specs,
+            )
+            reports = bench_engine(options, folder, lambda message: console.print(message, style="dim"))
+        print_engine_report(options, reports, _wide_console())
+        if json_path is not None:
+            json_path.write_bytes(to_json(options, reports))
+        if markdown is not None:
+            markdown.write_text(to_markdown(options, reports), encoding="utf-8")
+    except (UserError, OSError) as error:
+        console.print(f"tandem bench engine: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def _options(model: str, scratch: Path, **values: object) -> EngineOptions:
+    """Find the model, or make it."""
+    from tandem.cluster.bench.engine import EngineOptions
+    from tandem.cluster.bench.random_models import PREFIX, is_random, shape_of, write_random_model
+    from tandem.cluster.model_source import resolve_model
+    from tandem.workers.models.checkpoint import read_config
+
+    if is_random(model):
+        shape, folder = shape_of(model), scratch / model.removeprefix(PREFIX)
+        if not folder.exists():
+            folder.mkdir()
+            write_random_model(shape, folder)
+        config = read_config(folder)
+    else:
+        resolved = resolve_model(model, dtype="bfloat16")
+        folder, config = resolved.folder, resolved.config
+    return EngineOptions(model=model, folder=folder, config=config, **values)  # type: ignore[arg-type]
+
+
+def _wide_console() -> Console:
+    """The tables need some width; a file or a pipe has no say in it."""
+    return Console() if Console().is_terminal else Console(width=140)
+
+
+@contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    if kept is None:
+        with tempfile.TemporaryDirectory(prefix="tandem-bench-") as name:
+            yield Path(name)
+    else:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept.resolve()
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """`1,8,32`. Raises `UserError` naming the flag."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"{flag} takes numbers with commas between them, but is {text!r}") from error
+    if min(numbers) < 1:
+        raise UserError(f"{flag} takes numbers of at least 1, but is {text!r}")
+    return numbers
