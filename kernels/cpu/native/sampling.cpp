@@ -4,10 +4,267 @@
 //           penalties (null: none): token_ids, prompt_lens, lens, presence, frequency, repetition,
 //           logprob_rows (null: none), out: token_ids, logprobs, top_token_ids, top_logprobs
 // sizes: rows, vocab, dtype, logits_stride, penalties' row stride, num_logprob_rows, num_top
+//
+// vocab <= 2^21 and num_top <= vocab. A row is one thread's work.
+#include <algorithm>
+#include <cmath>
+
 #include "op.h"
+#include "sampling_penalties.h"
+#include "sampling_philox.h"
+#include "sampling_row.h"
+#include "sampling_select.h"
+#include "simd.h"
 
 namespace tandem {
+namespace {
 
-void sample(const Op &, Worker &) {}
+constexpr float kGreedyTemperature = 1e-5f;
+
+// Calls `body` with a value of the storage type.
+template <class Body>
+void with_type(int64_t dtype, Body body) {
+    if (dtype == kFloat32) return body(float{});
+    if (dtype == kBFloat16) return body(bf16{});
+    body(fp16{});
+}
+
+// A thread's memory for one row, cut from one piece. Little of it is touched unless a row's filters keep most tokens.
+struct Memory {
+    float *logits;  // with penalties, or scaled
+    float *values;  // of the candidates; their keys take the same place
+    int32_t *ids;
+    int64_t *weights;
+    int64_t *sums;
+    uint32_t *places;
+    SeenTokens::Entry *entries;
+    SelectMemory select;
+
+    // base null: only counts.
+    static int64_t carve(char *base, int64_t vocab_size, int64_t max_history, Memory &memory) {
+        int64_t used = 0;
+        auto take = [&](auto *&pointer, int64_t num) {
+            pointer = reinterpret_cast<std::decay_t<decltype(pointer)>>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(used));
+            used += (num * static_cast<int64_t>(sizeof(*pointer)) + 63) & ~int64_t{63};
+        };
+        int64_t padded = vocab_size + 2 * kLanes;
+        take(memory.logits, padded);
+        take(memory.values, padded);
+        take(memory.ids, padded);
+        take(memory.weights, padded);
+        take(memory.sums, vocab_size / kDrawBlock + 1);
+        take(memory.places, max_history ? vocab_size : 0);
+        take(memory.entries, std::min(max_history, vocab_size));
+        take(memory.select.indices, padded);
+        take(memory.select.buckets, int64_t{kTables} << kBucketBits);
+        return used;
+    }
+
+    uint32_t *keys() const { return reinterpret_cast<uint32_t *>(values); }
+};
+
+struct Filters {
+    int64_t top_k;  // 0: all
+    float top_p, min_p;
+
+    bool keep_all() const { return top_k == 0 && top_p >= 1.0f && min_p <= 0.0f; }
+};
+
+// Elements with value >= bound and value - largest >= gap, in the order of their ids. Returns how many.
+template <class T>
+int64_t gather(const Scaled<T> &row, int64_t count, float bound, float gap, const Memory &memory) {
+    int64_t num = 0;
+    Vec least = splat(bound), least_gap = splat(gap), largest = splat(row.largest());
+    for (int64_t i = 0; i < count; i += kLanes) {
+        int n = static_cast<int>(std::min<int64_t>(count - i, kLanes));
+        Vec value = row.value(i, n);
+        LaneBits keep = at_least(value, least) & at_least(value - largest, least_gap) & first_bits(n);
+        if (keep) num += append(memory.values + num, memory.ids + num, value, static_cast<int32_t>(i), keep);
+    }
+    return num;
+}
+
+void make_keys(const Memory &memory, int64_t num) {
+    for (int64_t i = 0; i < num; ++i) {
+        uint32_t key = key_of(memory.values[i]);
+        memcpy(memory.values + i, &key, sizeof key);
+    }
+}
+
+int64_t one(int64_t) { return 1; }
+
+// Weights that are close enough to a threshold to need the exact comparison differ by less than this in their logarithm.
+constexpr float kSlack = 0.01f;
+
+// The weights of the candidates that are left, and their keys; those of removed ones are 0. Returns how many there are.
+int64_t filter(const Scaled<float> &row, int64_t count, const Filters &filters, const Memory &memory) {
+    float bound = kLowest, gap = -std::numeric_limits<float>::infinity();
+    // Whichever of top-k and min-p there is leaves few candidates, which hold all the mass that top-p sees.
+    int64_t whole = 0;
+    if (filters.top_k) bound = bound_of_largest(memory.logits, count, filters.top_k, memory.values, memory.select);
+    if (filters.min_p > 0.0f) gap = std::log(filters.min_p) - kSlack;
+    if (filters.top_k == 0 && filters.min_p <= 0.0f) {
+        // A token is behind top-p for certain if even `count` of its kind have less mass than top-p cuts off.
+        whole = mass(row, 0, count);
+        double cut = (1.0 - filters.top_p) * static_cast<double>(whole) / kFixedOne / static_cast<double>(count);
+        gap = static_cast<float>(std::log(cut)) - kSlack;
+    }
+    int64_t num = gather(row, count, bound, gap, memory);
+    Vec largest = splat(row.largest()), min_p = splat(filters.min_p);
+    for (int64_t i = 0; i < num; i += kLanes) {
+        Vec weight = exp(load(memory.values + i) - largest);
+        store_fixed(memory.weights + i, keep_at_least(weight, min_p));
+    }
+    make_keys(memory, num);
+    const uint32_t *keys = memory.keys();
+    int64_t *weights = memory.weights;
+    if (filters.top_k && num > filters.top_k) {
+        uint32_t least = keys[select(keys, num, filters.top_k, one, memory.select)];
+        for (int64_t i = 0; i < num; ++i) weights[i] = keys[i] >= least ? weights[i] : 0;
+    }
+    if (filters.top_p < 1.0f) {
+        if (whole == 0)
+            for (int64_t i = 0; i < num; ++i) whole += weights[i];
+        double limit = std::ceil(static_cast<double>(filters.top_p) * static_cast<double>(whole));
+        int64_t last = select(
+            keys, num, std::max<int64_t>(1, static_cast<int64_t>(limit)), [=](int64_t i) { return weights[i]; },
+            memory.select);
+        for (int64_t i = 0; i < num; ++i)
+            weights[i] = keys[i] > keys[last] || (keys[i] == keys[last] && i <= last) ? weights[i] : 0;
+    }
+    return num;
+}
+
+int64_t draw_filtered(const Scaled<float> &row, int64_t count, const Filters &filters, uint64_t random,
+                      const Memory &memory) {
+    int64_t num = filter(row, count, filters, memory), whole = 0;
+    for (int64_t i = 0; i < num; ++i) whole += memory.weights[i];
+    return memory.ids[first_beyond(memory.weights, num, target_of(random, whole))];
+}
+
+class Sampler {
+  public:
+    Sampler(const Op &op, Worker &worker) : op_(op), vocab_size_(op.sizes[1]) {
+        int64_t max_history = op.pointers[8] ? op.sizes[4] : 0;
+        int64_t bytes = Memory::carve(nullptr, vocab_size_, max_history, memory_);
+        Memory::carve(static_cast<char *>(worker.scratch(bytes)), vocab_size_, max_history, memory_);
+    }
+
+    template <class T>
+    void sample_row(int64_t row) {
+        auto logits = static_cast<const T *>(op_.pointers[0]) + row * op_.sizes[3];
+        const int64_t *logprob_row = find_logprob_row(row);
+        Penalty penalty{};
+        bool is_penalised = has_penalty(row, penalty);
+        Largest raw{};
+        if (!is_penalised || logprob_row) raw = find_largest(logits, vocab_size_);
+        int64_t token_id;
+        if (is_penalised) {
+            penalise(logits, row, penalty);
+            token_id = choose(memory_.logits, find_largest(memory_.logits, vocab_size_), row);
+        } else {
+            token_id = choose(logits, raw, row);
+        }
+        output<int64_t>(15)[row] = token_id;
+        if (logprob_row) write_logprobs(logits, raw.value, token_id, logprob_row - input<int64_t>(14));
+    }
+
+  private:
+    template <class V>
+    const V *input(int index) const {
+        return static_cast<const V *>(op_.pointers[index]);
+    }
+    template <class V>
+    V *output(int index) const {
+        return static_cast<V *>(op_.pointers[index]);
+    }
+
+    const int64_t *find_logprob_row(int64_t row) const {
+        auto rows = input<int64_t>(14);
+        if (rows == nullptr) return nullptr;
+        const int64_t *found = std::lower_bound(rows, rows + op_.sizes[5], row);
+        return found != rows + op_.sizes[5] && *found == row ? found : nullptr;
+    }
+
+    bool has_penalty(int64_t row, Penalty &penalty) const {
+        if (op_.pointers[8] == nullptr || input<int64_t>(10)[row] <= 0) return false;
+        penalty = {input<float>(11)[row], input<float>(12)[row], input<float>(13)[row]};
+        return !penalty.is_neutral();
+    }
+
+    // The row's logits with its penalties -> memory_.logits.
+    template <class T>
+    void penalise(const T *logits, int64_t row, const Penalty &penalty) {
+        for (int64_t i = 0; i < vocab_size_; i += kLanes) {
+            int n = static_cast<int>(std::min<int64_t>(vocab_size_ - i, kLanes));
+            store(memory_.logits + i, finite(load(logits + i, n)));
+        }
+        SeenTokens seen(memory_.places, memory_.entries, vocab_size_);
+        const int64_t *history = input<int64_t>(8) + row * op_.sizes[4];
+        int64_t prompt_len = input<int64_t>(9)[row], len = std::min(input<int64_t>(10)[row], op_.sizes[4]);
+        for (int64_t i = 0; i < len; ++i) seen.add(history[i], i >= prompt_len);
+        for (const SeenTokens::Entry &entry : seen) {
+            float &logit = memory_.logits[entry.token_id];
+            logit = finite(penalty(logit, entry.num_generated));
+        }
+    }
+
+    template <class T>
+    int64_t choose(const T *logits, const Largest &largest, int64_t row) {
+        float temperature = input<float>(1)[row];
+        if (!(temperature >= kGreedyTemperature)) return largest.token_id;
+        Filters filters{input<int64_t>(2)[row], input<float>(3)[row], input<float>(4)[row]};
+        if (filters.top_k <= 0 || filters.top_k >= vocab_size_) filters.top_k = 0;
+        uint64_t random = random_bits(input<uint64_t>(5)[row], input<uint64_t>(6)[row], input<uint64_t>(7)[row]);
+        Scaled<T> scaled(logits, largest.value, temperature);
+        if (filters.keep_all()) return draw(scaled, vocab_size_, random, memory_.sums);
+        // Several passes follow: divide once.
+        for (int64_t i = 0; i < vocab_size_; i += kLanes) {
+            int n = static_cast<int>(std::min<int64_t>(vocab_size_ - i, kLanes));
+            store(memory_.logits + i, scaled.value(i, n));
+        }
+        return draw_filtered({memory_.logits, scaled.largest(), 1.0f}, vocab_size_, filters, random, memory_);
+    }
+
+    template <class T>
+    void write_logprobs(const T *logits, float largest, int64_t token_id, int64_t place) {
+        Scaled<T> row(logits, largest, 1.0f);
+        double log_sum = std::log(static_cast<double>(mass(row, 0, vocab_size_)) / kFixedOne);
+        auto logprob = [=](float logit) { return static_cast<float>(double{logit} - double{largest} - log_sum); };
+        output<float>(16)[place] = logprob(finite(to_float(logits[token_id])));
+        int64_t num_top = std::min(op_.sizes[6], vocab_size_);
+        if (num_top <= 0) return;
+        float bound = bound_of_largest(logits, vocab_size_, num_top, memory_.values, memory_.select);
+        int64_t num = gather(row, vocab_size_, bound, -std::numeric_limits<float>::infinity(), memory_);
+        make_keys(memory_, num);
+        const uint32_t *keys = memory_.keys();
+        int64_t last = select(keys, num, num_top, one, memory_.select), num_kept = 0;
+        // Ascending in this order: descending values, then ascending ids.
+        auto order = reinterpret_cast<uint64_t *>(memory_.weights);
+        for (int64_t i = 0; i < num; ++i)
+            if (keys[i] > keys[last] || (keys[i] == keys[last] && i <= last))
+                order[num_kept++] = uint64_t{~keys[i]} << 32 | static_cast<uint32_t>(memory_.ids[i]);
+        std::sort(order, order + num_kept);
+        int64_t *top_ids = output<int64_t>(17) + place * op_.sizes[6];
+        float *top_logprobs = output<float>(18) + place * op_.sizes[6];
+        for (int64_t i = 0; i < num_kept; ++i) {
+            top_ids[i] = static_cast<uint32_t>(order[i]);
+            top_logprobs[i] = logprob(value_of(~static_cast<uint32_t>(order[i] >> 32)));
+        }
+    }
+
+    const Op &op_;
+    int64_t vocab_size_;
+    Memory memory_;
+};
+
+}  // namespace
+
+void sample(const Op &op, Worker &worker) {
+    Sampler sampler(op, worker);
+    with_type(op.sizes[2], [&](auto type) {
+        for (int64_t row; (row = worker.take()) < op.sizes[0];) sampler.template sample_row<decltype(type)>(row);
+    });
+}
 
 }  // namespace tandem

@@ -1,5 +1,5 @@
 // The largest elements of a row, without sorting it. Elements that may be among them are gathered in the order of their
-// ids ("candidates"); thresholds are then found exactly by counting keys in buckets, three times at most.
+// ids ("candidates"); thresholds are then found exactly by summing weights in buckets of keys, a few rounds at most.
 #pragma once
 
 #include <algorithm>
@@ -31,62 +31,87 @@ inline float value_of(uint32_t key) {
     return x;
 }
 
-constexpr int kBucketBits = 11;
+constexpr int kBucketBits = 10;
+// Neighbours go to different tables: a run of equal keys would otherwise wait for one addition after the other.
+constexpr int kTables = 4;
 
 // Memory for `select`: indices of as many elements as there may be, and the buckets.
 struct SelectMemory {
     int32_t *indices;
-    int64_t *buckets;  // [2^kBucketBits]
+    int64_t *buckets;  // [kTables, 2^kBucketBits]
 };
 
 // The bucket of a key, counted from the largest key down.
-struct Buckets {
+struct BucketOf {
     uint32_t highest;
     int shift;
 
-    Buckets(uint32_t lowest, uint32_t highest) : highest(highest), shift(0) {
+    BucketOf(uint32_t lowest, uint32_t highest) : highest(highest), shift(0) {
         uint32_t range = highest - lowest;
         if (range >> kBucketBits) shift = 32 - __builtin_clz(range) - kBucketBits;
     }
     uint32_t operator()(uint32_t key) const { return (highest - key) >> shift; }
 };
 
+struct KeyRange {
+    uint32_t lowest, highest;
+};
+
+template <class Index>
+KeyRange range_of(const uint32_t *keys, int64_t num, Index index_at) {
+    KeyRange range{keys[index_at(0)], keys[index_at(0)]};
+    for (int64_t i = 1; i < num; ++i) {
+        range.lowest = std::min(range.lowest, keys[index_at(i)]);
+        range.highest = std::max(range.highest, keys[index_at(i)]);
+    }
+    return range;
+}
+
+// Of the elements index_at(0 .. num - 1): finds the bucket in which the running sum reaches `limit`, takes what lies
+// before it off `limit`, and writes the bucket's indices, in their order. Returns how many there are.
+template <class Index, class Weight>
+int64_t narrow_down(const uint32_t *keys, int64_t num, KeyRange range, Index index_at, Weight weight, int64_t &limit,
+                    const SelectMemory &memory) {
+    BucketOf bucket_of(range.lowest, range.highest);
+    constexpr int64_t kNumBuckets = int64_t{1} << kBucketBits;
+    memset(memory.buckets, 0, kTables * kNumBuckets * sizeof(int64_t));
+    for (int64_t i = 0; i < num; ++i) {
+        int64_t index = index_at(i);
+        memory.buckets[i % kTables * kNumBuckets + bucket_of(keys[index])] += weight(index);
+    }
+    uint32_t bucket = 0;
+    for (uint32_t last = bucket_of(range.lowest); bucket < last; ++bucket) {
+        int64_t sum = 0;
+        for (int table = 0; table < kTables; ++table) sum += memory.buckets[table * kNumBuckets + bucket];
+        if (sum >= limit) break;
+        limit -= sum;
+    }
+    int64_t num_left = 0;
+    for (int64_t i = 0; i < num; ++i) {
+        int64_t index = index_at(i);
+        if (bucket_of(keys[index]) == bucket) memory.indices[num_left++] = static_cast<int32_t>(index);
+    }
+    return num_left;
+}
+
 // The index of the element at which, from the largest key down and by index among equals, the running sum of
 // weight(index) reaches `limit`, 0 < limit <= sum of all.
 template <class Weight>
 int64_t select(const uint32_t *keys, int64_t num, int64_t limit, Weight weight, const SelectMemory &memory) {
-    uint32_t lowest = keys[0], highest = keys[0];
-    for (int64_t i = 1; i < num; ++i) {
-        lowest = std::min(lowest, keys[i]);
-        highest = std::max(highest, keys[i]);
-    }
-    int32_t *const indices = memory.indices;
-    for (int round = 0;; ++round) {
-        Buckets bucket_of(lowest, highest);
-        memset(memory.buckets, 0, sizeof(int64_t) << kBucketBits);
-        if (round == 0)
-            for (int64_t i = 0; i < num; ++i) memory.buckets[bucket_of(keys[i])] += weight(i);
-        else
-            for (int64_t i = 0; i < num; ++i) memory.buckets[bucket_of(keys[indices[i]])] += weight(indices[i]);
-        uint32_t bucket = 0, last = bucket_of(lowest);
-        while (bucket < last && memory.buckets[bucket] < limit) limit -= memory.buckets[bucket++];
-        uint32_t new_lowest = highest, new_highest = lowest;
-        int64_t kept = 0;
-        for (int64_t i = 0; i < num; ++i) {
-            int32_t index = round == 0 ? static_cast<int32_t>(i) : indices[i];
-            if (bucket_of(keys[index]) != bucket) continue;
-            new_lowest = std::min(new_lowest, keys[index]);
-            new_highest = std::max(new_highest, keys[index]);
-            indices[kept++] = index;
-        }
-        num = kept;
-        lowest = new_lowest;
-        highest = new_highest;
-        if (lowest == highest) break;
-    }
-    int64_t place = 0;
-    while (place < num - 1 && (limit -= weight(indices[place])) > 0) ++place;
-    return indices[place];
+    auto own = [](int64_t i) { return i; };
+    auto listed = [indices = memory.indices](int64_t i) { return int64_t{indices[i]}; };
+    auto reach = [&](auto index_at) {
+        int64_t place = 0;
+        while (place < num - 1 && (limit -= weight(index_at(place))) > 0) ++place;
+        return index_at(place);
+    };
+    KeyRange range = range_of(keys, num, own);
+    if (range.lowest == range.highest) return reach(own);
+    num = narrow_down(keys, num, range, own, weight, limit, memory);
+    // Each round leaves a range 2^kBucketBits times smaller, so there are four at most.
+    while ((range = range_of(keys, num, listed)).lowest != range.highest)
+        num = narrow_down(keys, num, range, listed, weight, limit, memory);
+    return reach(listed);
 }
 
 // A value that at least k elements of x reach and not many more; kLowest if that is not worth finding.
