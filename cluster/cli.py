@@ -231,6 +231,43 @@ def generate(
         typer.echo(text)
 
 
+@app.command()
+def tune(
+    model: Annotated[str, typer.Argument(help="As for serve.")] = "smollm2-135m-instruct",
+    dtype: Annotated[DtypeChoice, typer.Option(help="Of weights and KV.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Compute threads of a worker.", show_default="half of the cores")
+    ] = None,
+    deadline: Annotated[float, typer.Option(min=0, help="Most seconds to measure; the rest keeps its defaults.")] = 120,
+    force: Annotated[
+        bool, typer.Option(help="Measure what is known, too. With --import: take another device's results.")
+    ] = False,
+    export: Annotated[Path | None, typer.Option(help="Then write this device's results into a file.")] = None,
+    import_: Annotated[
+        Path | None, typer.Option("--import", help="Take results from such a file instead of measuring.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Everything that was measured, as JSON.")] = False,
+) -> None:
+    """Find the fastest way to run each kernel on this machine, and keep it for the next start.
+
+    Workers do the same when they start and find nothing; this does it ahead of time, and shows it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch, as in a worker
+    from tandem.cluster.tune import TuneRequest, run_tune
+
+    request = TuneRequest(
+        model=model,
+        dtype=dtype,
+        num_threads=threads,
+        deadline_s=deadline,
+        force=force,
+        export_to=export,
+        import_from=import_,
+        as_json=json,
+    )
+    run_tune(request)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure a running server (any OpenAI-compatible one), or compare ways of serving. See tandem bench --help."""

@@ -32,6 +32,7 @@ from tandem.kernels.tuning_cache import Remembered, TuningLock, merge_results, r
 from tandem.kernels.tuning_rounds import Clock, Measurement, NotMeasured, measure
 
 __all__ = [
+    "WAITING",
     "Candidate",
     "CandidateUnavailable",
     "Choices",
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many tunables of how many are done."""
 
+WAITING = "waiting for another process that tunes"
 SAVE_INTERVAL_S = 5.0
 """What a kill can cost."""
 
@@ -176,7 +178,7 @@ class _Tuning:
             lock = stack.enter_context(TuningLock(self._cache_path))
             return lock.try_acquire(
                 is_too_late=lambda: self._clock() >= self._deadline,
-                on_wait=lambda: self._progress("waiting for another process that tunes", 0, num_missing),
+                on_wait=lambda: self._progress(WAITING, 0, num_missing),
             )
         except OSError as error:
             self._keep_nothing(error)

@@ -23,6 +23,8 @@ from tandem.kernels.tuning import DeviceKey, TuningKey
 
 logger = logging.getLogger(__name__)
 
+TUNING_FILE = "tuning.json"
+"""Its name in Tandem's cache folder."""
 MAX_FILE_BYTES = 16 << 20
 """Larger files are not ours: a section is some 30 KiB."""
 MAX_DEVICES = 32
