@@ -89,7 +89,8 @@ int64_t narrow_down(const uint32_t *keys, int64_t num, KeyRange range, Index ind
     int64_t num_left = 0;
     for (int64_t i = 0; i < num; ++i) {
         int64_t index = index_at(i);
-        if (bucket_of(keys[index]) == bucket) memory.indices[num_left++] = static_cast<int32_t>(index);
+        memory.indices[num_left] = static_cast<int32_t>(index);  // no branch: it would be mispredicted
+        num_left += bucket_of(keys[index]) == bucket;
     }
     return num_left;
 }
