@@ -130,7 +130,8 @@ class _CoreRun:
     def _round(self, number: int, sides: list[Side]) -> None:
         """Every workload on every side. Contexts stay the same from round to round, prompts never do."""
         options = self._options
-        for workload in (*options.decodes, *options.prefills):
+        workloads: tuple[Workload, ...] = (*options.decodes, *options.prefills)
+        for workload in workloads:
             command = _command(workload, options, number)
             for side in [*sides[number % len(sides) :], *sides[: number % len(sides)]] if sides else []:
                 self._progress(f"    {workload.label}: {side.spec.name}")
@@ -217,5 +218,5 @@ def _rates(reply: Reply) -> dict[str, float]:
 
 
 def _loop_times(streams: int, replies: Sequence[dict[str, Any]]) -> LoopTimes:
-    names = ("step", "schedule", "build", "apply", "execute")
+    names = ("step", "schedule", "host", "apply", "execute")
     return LoopTimes(streams, **{name: statistics.median(reply[name] for reply in replies) for name in names})

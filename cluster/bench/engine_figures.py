@@ -146,15 +146,16 @@ class LoopTimes:
     step: float
     """From one step's outputs to the next one's."""
     schedule: float
-    build: float
+    host: float
+    """What the runner does in Python: tensors from lists, records from tensors."""
     apply: float
     execute: float
-    """The runner, `build` included."""
+    """The runner, `host` included."""
 
     @property
     def overhead(self) -> float:
         """Share of the step that is not the model's computation: scheduling, tensors, accounting, the event loop."""
-        return (self.step - self.execute + self.build) / self.step
+        return (self.step - self.execute + self.host) / self.step
 
 
 def median_by_kernel(rounds: Sequence[dict[str, float]]) -> dict[str, float]:

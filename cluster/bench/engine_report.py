@@ -96,7 +96,7 @@ def _growth(report: CoreReport) -> str | None:
 
 
 def _loop_line(loop: LoopTimes) -> str:
-    parts = {"schedule": loop.schedule, "make tensors": loop.build, "account": loop.apply}
+    parts = {"schedule": loop.schedule, "runner's Python": loop.host, "account": loop.apply}
     listed = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in parts.items())
     return (
         f"Whole engine, {loop.streams} streams: step {1e3 * loop.step:.2f} ms, runner {1e3 * loop.execute:.2f}; "

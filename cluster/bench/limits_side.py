@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 READ_BYTES = 1 << 30
 """Many times any cache."""
@@ -84,15 +85,17 @@ def _matrix_rates() -> dict[str, float]:
     rates: dict[str, float] = {}
     for rows, inner, columns in _MATRIX_SIZES:
         left, right = torch.randn(rows, inner).bfloat16(), torch.randn(columns, inner).bfloat16()
-        out = torch.empty(rows, columns, dtype=torch.bfloat16)
-        packed = torch.ops.mkldnn._reorder_linear_weight(right, rows)
-        operations = 2.0 * rows * inner * columns
-        shape = f"{rows} x {inner} x {columns}"
-        kernels: Kernels = {
-            f"torch.mm, bfloat16, {shape}": lambda left=left, right=right, out=out: torch.mm(left, right.T, out=out),
-            f"oneDNN prepacked, bfloat16, {shape}": lambda left=left, packed=packed: torch.ops.mkldnn._linear_pointwise(
-                left, packed, None, "none", [], ""
-            ),
-        }
-        rates |= {name: operations / _best_s(kernel, _NUM_PRODUCTS) for name, kernel in kernels.items()}
+        for name, kernel in _matrix_kernels(left, right).items():
+            operations = 2.0 * rows * inner * columns
+            rates[f"{name}, {rows} x {inner} x {columns}"] = operations / _best_s(kernel, _NUM_PRODUCTS)
     return rates
+
+
+def _matrix_kernels(left: Tensor, right: Tensor) -> Kernels:
+    """left [rows, inner] times the transpose of right [columns, inner], both bfloat16."""
+    out = left.new_empty(left.shape[0], right.shape[0])
+    packed = torch.ops.mkldnn._reorder_linear_weight(right, left.shape[0])
+    return {
+        "torch.mm": lambda: torch.mm(left, right.T, out=out),
+        "oneDNN prepacked": lambda: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""),
+    }

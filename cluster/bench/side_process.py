@@ -94,7 +94,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def _set_environment(adapter: ModuleType, options: argparse.Namespace) -> None:
-    """Start again with the adapter's variables: preloaded libraries and OpenMP read them before Python does anything."""
+    """Start again with the adapter's variables: preloaded libraries and OpenMP read them at the very start."""
     if os.environ.get(_STARTED_AGAIN) or "environment" not in vars(adapter):
         return
     wanted: dict[str, str] = adapter.environment(options)

@@ -7,30 +7,38 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from tandem.cluster.actors import worker_environment
+from tandem.kernels.capture import Captured
+from tandem.kernels.ops import StepLayout, StepPlan
+from tandem.kernels.reference import ReferenceOps
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine, StepOutput, StepTimes
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.model_runner import ModelRunner, build
+from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.checkpoint import check_model
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.weights import LayerWeights, ModelWeights
 from tandem.workers.server import identity_of, load_runner
 from tandem.workers.transfer.base import NUM_PROBE_BLOCKS
 from tandem.workers.types import Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _LOWEST_TOKEN = 3
+
+T = TypeVar("T")
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -41,11 +49,11 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 def load(options: argparse.Namespace) -> Callable[[dict[str, Any]], dict[str, Any]]:
     torch.set_num_threads(len(options.cores))
     side = TandemSide(_config(options))
-    measures = {"decode": side.decode, "prefill": side.prefill, "loop": side.loop}
+    measures: dict[str, Callable[..., dict[str, Any]]] = {}
+    measures |= {"decode": side.decode, "prefill": side.prefill, "loop": side.loop}
 
     def measure(command: dict[str, Any]) -> dict[str, Any]:
-        arguments = {name: value for name, value in command.items() if name != "measure"}
-        return measures[command["measure"]](**arguments)
+        return measures[command.pop("measure")](**command)
 
     return measure
 
@@ -82,14 +90,14 @@ class TandemSide:
     def decode(self, streams: int, context: int, steps: int, warm_up: int, seed: int) -> dict[str, Any]:
         """Steps of `streams` sequences, each with a context of its own. The sampled token is the next one's input."""
         sequences = [_tokens(self._model, context + 1, seed + index) for index in range(streams)]
-        seconds = []
+        seconds, replayed = [], self._runner.counts.replayed
         for _ in range(warm_up + steps):
             started = time.perf_counter()
             results = self._runner.execute(Batch(tuple(map(self._next_item, range(streams), sequences))))
             for sequence, result in zip(sequences, results, strict=True):
                 sequence.append(_sampled(result).token_id)
             seconds.append(time.perf_counter() - started)
-        return {"seconds": seconds[warm_up:]}
+        return {"seconds": seconds[warm_up:], "replayed": self._runner.counts.replayed - replayed}
 
     def prefill(self, tokens: int, seed: int) -> dict[str, Any]:
         """One prompt in chunks, up to its first token. The runner knows of no cache, so every prompt is new to it."""
@@ -112,17 +120,18 @@ class TandemSide:
             "schedule": statistics.median(one.schedule_s for one in times[kept]),
             "execute": statistics.median(one.execute_s for one in times[kept]),
             "apply": statistics.median(one.apply_s for one in times[kept]),
-            "build": self._build_s(streams, context, seed),
+            "host": self._host_s(streams, context, seed),
         }
 
-    def _build_s(self, streams: int, context: int, seed: int) -> float:
-        """Median time to make a step's tensors, which the runner does inside `execute`."""
+    def _host_s(self, streams: int, context: int, seed: int) -> float:
+        """Median time of all that the runner does in Python for a step: it runs on ops that compute nothing."""
+        runner = _runner_without_model(self._config, self._model, self._kv_cache)
         sequences = [_tokens(self._model, context + 1, seed + index) for index in range(streams)]
         batch = Batch(tuple(map(self._next_item, range(streams), sequences)))
         seconds = []
-        for _ in range(20):
+        for _ in range(50):
             started = time.perf_counter()
-            build(batch, self._config.block_size)
+            runner.execute(batch)
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds)
 
@@ -134,6 +143,56 @@ class TandemSide:
 
     def _block_ids(self, index: int) -> Sequence[int]:
         return range(index * self._blocks_per_seq, (index + 1) * self._blocks_per_seq)
+
+
+class _NoOps(ReferenceOps):
+    """Records whatever step, and computes nothing when it is replayed."""
+
+    def capture(self, step: Callable[[], T]) -> Captured[T]:
+        return Captured(step(), lambda: None, 0)
+
+    def plan_step(self, layout: StepLayout, kv_cache: Tensor, num_heads: int) -> StepPlan:
+        return StepPlan(layout)
+
+    def rope_and_write_kv(self, *arguments: Any, out: Tensor | None = None) -> Tensor:
+        assert out is not None
+        return out
+
+    def paged_attention(self, *arguments: Any, out: Tensor | None = None, **more: Any) -> Tensor:
+        assert out is not None
+        return out
+
+
+def _runner_without_model(config: WorkerConfig, model: ModelConfig, kv_cache: KVCache) -> ModelRunner:
+    """A runner whose recorded steps are empty, over a model of next to nothing that fits the cache."""
+    small = dataclasses.replace(
+        model, num_layers=1, vocab_size=1, hidden_size=1, intermediate_size=1, sliding_window=(), qk_norm=False
+    )
+    query_size = model.num_heads * model.head_dim
+    qkv_size = query_size + 2 * model.num_kv_heads * model.head_dim
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=kv_cache.tensor.dtype)
+
+    layer = LayerWeights(
+        input_norm=zeros(1),
+        qkv=zeros(qkv_size, 1),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        output=zeros(1, query_size),
+        output_bias=None,
+        post_norm=zeros(1),
+        gate_up=zeros(2, 1),
+        gate_up_bias=None,
+        down=zeros(1, 1),
+        down_bias=None,
+    )
+    weights = ModelWeights(embedding=zeros(1, 1), layers=(layer,), final_norm=zeros(1), lm_head=zeros(1, 1))
+    limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": config.max_model_len}
+    runner = ModelRunner(small, weights, kv_cache, **limits, ops=_NoOps())
+    runner.record()
+    return runner
 
 
 def _engine(config: WorkerConfig, model: ModelConfig, kv_cache: KVCache, runner: ModelRunner) -> Engine:

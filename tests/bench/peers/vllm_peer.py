@@ -1,4 +1,4 @@
-"""vLLM on a CPU: one engine in this process, compiled, stepped by hand. An adapter of `cluster/bench/side_process.py`."""
+"""vLLM on a CPU: one compiled engine, stepped by hand. An adapter of `cluster/bench/side_process.py`."""
 
 from __future__ import annotations
 
