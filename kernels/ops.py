@@ -118,8 +118,18 @@ class Ops(Protocol):
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias. x [T, in_features] -> [T, out_features]. The language-model head is one, too."""
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """gate / (1 + exp(-gate)) * up. gate_up [T, 2 * intermediate]: gate, then up -> [T, intermediate]."""
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """Prepare stacked weights [2 * intermediate, in_features], gate rows first, and bias; once, at load.
+
+        The result's `out_features` is the intermediate size.
+        """
+
+    def gate_up_silu(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+        """gate / (1 + exp(-gate)) * up, where (gate, up) = x @ weight.T + bias, rounded to x's dtype.
+
+        x [T, in_features] -> [T, intermediate]. The products never travel through memory: twice the intermediate size
+        is the widest thing that a step makes.
+        """
 
     def plan_step(self, layout: StepLayout, kv_cache: Tensor, num_heads: int) -> StepPlan:
         """Derive once per step what `rope_and_write_kv` and `paged_attention` need in every layer.

@@ -15,7 +15,7 @@ other (README.md; the tests compare bits):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -42,6 +42,7 @@ class _ReferenceLinear(PackedLinear):
     weight: Tensor  # [out_features, in_features], or what oneDNN made of it
     bias: Tensor | None
     is_prepacked: bool
+    num_rows: int  # of the weight: twice the out_features where gate and up are stacked
 
     def tile(self, rows: Tensor) -> Tensor:
         """One GEMM of the fixed shape."""
@@ -97,13 +98,13 @@ class ReferenceOps:
         can_prepack = weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         if can_prepack:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROW_TILE[weight.dtype])
-        return _ReferenceLinear(in_features, out_features, weight, bias, can_prepack)
+        return _ReferenceLinear(in_features, out_features, weight, bias, can_prepack, out_features)
 
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
         assert isinstance(packed, _ReferenceLinear)
         num_rows, tile = x.shape[0], _ROW_TILE[x.dtype]
         if out is None:
-            out = x.new_empty(num_rows, packed.out_features)
+            out = x.new_empty(num_rows, packed.num_rows)
         for start in range(0, num_rows, tile):
             rows = x[start : start + tile]
             missing = tile - rows.shape[0]
@@ -113,14 +114,13 @@ class ReferenceOps:
             out[start : start + tile] = packed.tile(rows)[: tile - missing]
         return out
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        num_rows, width = gate_up.shape
-        if out is None:
-            out = gate_up.new_empty(num_rows, width // 2)
-        for start in range(0, num_rows, _ROWS_IN_CACHE):
-            gate, up = gate_up[start : start + _ROWS_IN_CACHE].float().chunk(2, dim=-1)
-            out[start : start + _ROWS_IN_CACHE] = (gate / torch.exp(-gate).add_(1.0)).mul_(up)
-        return out
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        packed = self.pack_linear(weight, bias)
+        assert isinstance(packed, _ReferenceLinear)
+        return replace(packed, out_features=weight.shape[0] // 2, num_rows=weight.shape[0])
+
+    def gate_up_silu(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+        return _silu_mul(self.linear(x, packed), out)
 
     def plan_step(self, layout: StepLayout, kv_cache: Tensor, num_heads: int) -> StepPlan:
         _, num_kv_heads, num_layers, _, block_size, _ = kv_cache.shape
@@ -180,6 +180,17 @@ class ReferenceOps:
 
     def run(self, step: Callable[[], T]) -> T:
         return step()
+
+
+def _silu_mul(gate_up: Tensor, out: Tensor | None) -> Tensor:
+    """gate / (1 + exp(-gate)) * up. gate_up [T, 2 * intermediate] -> [T, intermediate]."""
+    num_rows, width = gate_up.shape
+    if out is None:
+        out = gate_up.new_empty(num_rows, width // 2)
+    for start in range(0, num_rows, _ROWS_IN_CACHE):
+        gate, up = gate_up[start : start + _ROWS_IN_CACHE].float().chunk(2, dim=-1)
+        out[start : start + _ROWS_IN_CACHE] = (gate / torch.exp(-gate).add_(1.0)).mul_(up)
+    return out
 
 
 def _words(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from tandem.kernels.capture import Captured
 from tandem.kernels.cpu import records
 from tandem.kernels.cpu.build import level_of_this_machine, load_library
 from tandem.kernels.cpu.memory import WeightArena
-from tandem.kernels.cpu.packing import CpuLinear, pack
+from tandem.kernels.cpu.packing import CpuLinear, pack, pack_gated
 from tandem.kernels.cpu.records import OpList
 from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
 from tandem.kernels.tuning import Candidate, Choices, TuningKey, bucket_of
@@ -106,31 +106,29 @@ class CpuOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return pack(weight, bias, self._arena)
 
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return pack_gated(weight, bias, self._arena)
+
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
         assert isinstance(packed, CpuLinear)
-        rows = x.shape[0]
         if out is None:
-            out = x.new_empty(rows, packed.out_features)
-        chosen = self._choice("linear", packed.shape, rows, x.dtype, DEFAULT_LINEAR)
+            out = x.new_empty(x.shape[0], packed.out_features)
+        chosen = self._choice(packed.op, packed.shape, x.shape[0], x.dtype, DEFAULT_LINEAR)
         self._submit_linear(x, packed, out, chosen)
         return out
+
+    def gate_up_silu(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+        return self.linear(x, packed, out)
 
     def _submit_linear(self, x: Tensor, packed: CpuLinear, out: Tensor, chosen: Candidate) -> None:
         strides = (x.stride(0), out.stride(0))
         how = (chosen["prefetch"], chosen["grain"], chosen["row_block"])
-        sizes = (x.shape[0], packed.in_features, packed.out_features, *strides, _DTYPES[x.dtype], *how)
+        sizes = (x.shape[0], packed.in_features, packed.out_features, *strides, _DTYPES[x.dtype], *how, packed.is_gated)
         self._submit(records.LINEAR, (x, packed.weight, packed.bias, out), sizes)
 
     def _choice(self, op: str, shape: str, rows: int, dtype: torch.dtype, default: Candidate) -> Candidate:
         key = TuningKey(op, shape, bucket_of(max(rows, 1)), str(dtype).removeprefix("torch."))
         return self._choices.get(key) or default
-
-    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        if out is None:
-            out = gate_up.new_empty(rows, width)
-        self._submit(records.SILU_MUL, (gate_up, out), (rows, width, _DTYPES[gate_up.dtype]))
-        return out
 
     def plan_step(self, layout: StepLayout, kv_cache: Tensor, num_heads: int) -> StepPlan:
         return StepPlan(layout)

@@ -73,13 +73,17 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [7, 100, 1536])
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(width: int, dtype: torch.dtype, num_threads: int) -> None:
+def test_gate_up_silu(width: int, dtype: torch.dtype, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    x = random(200, 2 * width, dtype=dtype) * 4
-    gate, up = x.double().chunk(2, -1)
+    weight, bias = random(2 * width, 40, dtype=dtype), random(2 * width, dtype=dtype, seed=1)
+    packed = OPS.pack_gate_up(weight, bias)
+    assert (packed.in_features, packed.out_features) == (40, width)
+    x = random(200, 40, dtype=dtype, seed=2) / 4
+    gate, up = F.linear(x.float(), weight.float(), bias.float()).to(dtype).double().chunk(2, -1)
     expected = gate * torch.sigmoid(gate) * up
-    torch.testing.assert_close(OPS.silu_mul(x).double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert_rows_stand_alone(OPS.silu_mul, x)
+    result = OPS.gate_up_silu(x, packed).double()
+    torch.testing.assert_close(result, expected, atol=TOLERANCE[dtype] * 8, rtol=TOLERANCE[dtype] * 4)
+    assert_rows_stand_alone(lambda rows: OPS.gate_up_silu(rows, packed), x)
 
 
 def test_embedding() -> None:

@@ -41,7 +41,6 @@ class _Workspace:
     qkv: Tensor  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     query: Tensor  # [num_tokens, num_heads, head_dim]
     attended: Tensor  # [num_tokens, num_heads * head_dim]
-    gate_up: Tensor  # [num_tokens, 2 * intermediate]
     activated: Tensor  # [num_tokens, intermediate]
     projected: Tensor  # [num_tokens, hidden]
 
@@ -90,7 +89,7 @@ class Decoder:
             window=window,
             output=pack(weights.output, weights.output_bias),
             post_norm=weights.post_norm,
-            gate_up=pack(weights.gate_up, weights.gate_up_bias),
+            gate_up=self._ops.pack_gate_up(weights.gate_up, weights.gate_up_bias),
             down=pack(weights.down, weights.down_bias),
         )
 
@@ -116,8 +115,7 @@ class Decoder:
             ops.paged_attention(work.query, kv_cache, index, plan, scale, layer.window, out=work.attended)
             ops.linear(work.attended, layer.output, out=work.projected)
             ops.add_rms_norm(work.projected, work.residual, layer.post_norm, eps, out=work.x)
-            ops.linear(work.x, layer.gate_up, out=work.gate_up)
-            ops.silu_mul(work.gate_up, out=work.activated)
+            ops.gate_up_silu(work.x, layer.gate_up, out=work.activated)
             ops.linear(work.activated, layer.down, out=work.projected)
             ops.add_rms_norm(work.projected, work.residual, next_norm, eps, out=work.x)
         return work.x
@@ -142,7 +140,6 @@ class Decoder:
             qkv=like.new_empty(num_tokens, query_size + 2 * config.num_kv_heads * config.head_dim),
             query=like.new_empty(num_tokens, config.num_heads, config.head_dim),
             attended=like.new_empty(num_tokens, query_size),
-            gate_up=like.new_empty(num_tokens, 2 * config.intermediate_size),
             activated=like.new_empty(num_tokens, config.intermediate_size),
             projected=like.new_empty(num_tokens, config.hidden_size),
         )

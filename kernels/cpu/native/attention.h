@@ -10,7 +10,7 @@ namespace tandem {
 
 // Positions of a KV tile. Tiles start at absolute multiples, so that a token meets the same ones whatever chunk and
 // batch it came with.
-constexpr int64_t kKvTile = 128;
+constexpr int64_t kKvTile = 64;
 constexpr float kNoMaximum = -1e30f;  // below every score, yet finite: -inf - -inf would be NaN
 
 struct Attention {

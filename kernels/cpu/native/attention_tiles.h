@@ -49,6 +49,15 @@ inline void transpose(const char *base, int64_t stride, __m512i out[4]) {
     out[3] = _mm512_unpackhi_epi64(b, d);
 }
 
+// One tile of query rows against one KV tile.
+struct Job {
+    int64_t row, rows;   // of the piece
+    int64_t begin, end;  // pairs of strips of the KV tile that somebody sees
+    int64_t start;       // position of the KV tile
+    const char *packed_v;
+    bool is_masked;  // some row does not see all of them
+};
+
 // One thread's state of one piece.
 class PieceOnTiles {
   public:
@@ -70,8 +79,10 @@ class PieceOnTiles {
         int64_t last_tile = piece.last_position() / kKvTile;
         for (int64_t tile = first_tile; tile <= last_tile; ++tile) {
             start_ = tile * kKvTile;
+            packed_v_ = packed_vs_ + tile % 3 * kKvTile * width_ * 2;  // three: those of jobs under way
             visit_tile();
         }
+        drain();
         finish();
     }
 
@@ -79,11 +90,13 @@ class PieceOnTiles {
     int64_t carve(Carver carver, int64_t rows) {
         query_ = carver.take<bf16>(rows * width_);
         query_pairs_ = carver.take<uint32_t>(kRows * width_ / 2);
-        scores_ = carver.take<float>(kRows * kKvTile);
-        weights_ = carver.take<bf16>(kRows * kKvTile);
+        for (int slot : {0, 1}) {
+            all_scores_[slot] = carver.take<float>(kRows * kKvTile);
+            all_weights_[slot] = carver.take<bf16>(kRows * kKvTile);
+        }
         turned_ = carver.take<float>(kStrips * kStrip * kRows);
         packed_k_ = carver.take<char>(kKvTile * width_ * 2);
-        packed_v_ = carver.take<char>(kKvTile * width_ * 2);
+        packed_vs_ = carver.take<char>(3 * kKvTile * width_ * 2);
         copied_k_ = carver.take<bf16>(kKvTile * width_);
         copied_v_ = carver.take<bf16>(kKvTile * width_);
         sums_ = carver.take<float>(rows * width_);
@@ -147,15 +160,31 @@ class PieceOnTiles {
             if (high < start_ || a_.first_seen(low) >= start_ + kKvTile) continue;
             int64_t begin = std::max(a_.first_seen(low) - start_, int64_t{0}) / kPair;
             int64_t end = std::min(high - start_, kKvTile - 1) / kPair + 1;
-            if (is_narrow_)
-                score_turned(2 * begin, 2 * end);
-            else
-                score(row, 2 * begin, 2 * end);
-            if (a_.softcap != 0) cap(rows, 2 * begin, 2 * end);
-            if (start_ + 32 * end - 1 > low || a_.first_seen(high) > start_ + 32 * begin) mask(row, rows, begin, end);
-            weigh(row, rows, 2 * begin, 2 * end);
-            add_values(row, begin, end);
+            bool is_masked = start_ + 32 * end - 1 > low || a_.first_seen(high) > start_ + 32 * begin;
+            advance({row, rows, begin, end, start_, packed_v_, is_masked});
         }
+    }
+
+    // Matrix units and vectors work at the same time if they have different jobs, and what one stores has left for the
+    // cache when the other loads it (tiles do not see stores in flight): score one job, weigh the one before, add the
+    // values of the one before that.
+    void advance(const Job &job) {
+        slot_ ^= 1;
+        if (is_narrow_)
+            score_turned(2 * job.begin, 2 * job.end);
+        else
+            score(job.row, 2 * job.begin, 2 * job.end);
+        if (num_jobs_ > 1) add_values(jobs_[slot_], slot_);
+        if (num_jobs_ > 0) weigh(jobs_[slot_ ^ 1], slot_ ^ 1);
+        jobs_[slot_] = job;
+        ++num_jobs_;
+    }
+
+    void drain() {
+        if (num_jobs_ > 1) add_values(jobs_[slot_ ^ 1], slot_ ^ 1);
+        weigh(jobs_[slot_], slot_);
+        add_values(jobs_[slot_], slot_);
+        num_jobs_ = 0;
     }
 
     // Where the tile's strips of 16 positions lie; what next tile's prefetches should fetch.
@@ -234,7 +263,7 @@ class PieceOnTiles {
         const bf16 *q = query_ + row * width_;
         int64_t stride = width_ * 2, strip_bytes = kStrip * width_ * 2;
         const char *k = packed_k_ + strip * strip_bytes;
-        float *to = scores_ + strip * kStrip;
+        float *to = all_scores_[slot_] + strip * kStrip;
         _tile_zero(0);
         _tile_zero(1);
         if (kCount > 2) {
@@ -281,17 +310,17 @@ class PieceOnTiles {
                 __m512i rows[4];
                 transpose(from + row * 4, stride, rows);
                 for (int i = 0; i < 4; ++i)
-                    _mm512_store_si512(scores_ + (row + i) * kKvTile + strip * kStrip, rows[i]);
+                    _mm512_store_si512(all_scores_[slot_] + (row + i) * kKvTile + strip * kStrip, rows[i]);
             }
         }
     }
 
     // scores = softcap * tanh(scale * scores / softcap), from 1 - 2 / (e^2x + 1).
-    void cap(int64_t rows, int64_t first, int64_t last) {
+    void cap(const Job &job, float *scores) {
         __m512 factor = _mm512_set1_ps(2 * kLog2E * a_.scale / a_.softcap), one = _mm512_set1_ps(1);
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t strip = first; strip < last; ++strip) {
-                float *at = scores_ + row * kKvTile + strip * kStrip;
+        for (int64_t row = 0; row < job.rows; ++row)
+            for (int64_t strip = 2 * job.begin; strip < 2 * job.end; ++strip) {
+                float *at = scores + row * kKvTile + strip * kStrip;
                 __m512 power = exp2(_mm512_mul_ps(_mm512_load_ps(at), factor));
                 __m512 part = _mm512_div_ps(_mm512_set1_ps(2), _mm512_add_ps(power, one));
                 _mm512_store_ps(at, _mm512_mul_ps(_mm512_set1_ps(a_.softcap), _mm512_sub_ps(one, part)));
@@ -299,16 +328,16 @@ class PieceOnTiles {
     }
 
     // -inf for what a row does not see.
-    void mask(int64_t row, int64_t rows, int64_t begin, int64_t end) {
-        for (int64_t i = 0; i < rows; ++i) {
-            int64_t position = piece_.first_position + (row + i) / a_.group();
-            int64_t seen_from = a_.first_seen(position) - start_, seen_to = position + 1 - start_;
-            for (int64_t strip = 2 * begin; strip < 2 * end; ++strip) {
+    void mask(const Job &job, float *scores) {
+        for (int64_t i = 0; i < job.rows; ++i) {
+            int64_t position = piece_.first_position + (job.row + i) / a_.group();
+            int64_t seen_from = a_.first_seen(position) - job.start, seen_to = position + 1 - job.start;
+            for (int64_t strip = 2 * job.begin; strip < 2 * job.end; ++strip) {
                 auto below = [&](int64_t n) {
                     return first(static_cast<int>(std::min(std::max(n - strip * kStrip, int64_t{0}), kStrip)));
                 };
                 auto hidden = static_cast<__mmask16>(~(below(seen_to) & ~below(seen_from)));
-                float *at = scores_ + i * kKvTile + strip * kStrip;
+                float *at = scores + i * kKvTile + strip * kStrip;
                 _mm512_mask_store_ps(at, hidden, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
             }
         }
@@ -317,39 +346,42 @@ class PieceOnTiles {
     float unit() const { return a_.softcap != 0 ? kLog2E : kLog2E * a_.scale; }
 
     // P and its sums from the scores of 16 rows.
-    void weigh(int64_t row, int64_t rows, int64_t first, int64_t last) {
-        raise_maxima(row, rows, first, last);
-        __m512 unit = _mm512_set1_ps(this->unit());
-        for (int64_t i = 0; i < rows; ++i) {
-            const float *scores = scores_ + i * kKvTile;
-            bf16 *weights = weights_ + i * kKvTile;
-            __m512 offset = _mm512_set1_ps(-maxima_[row + i] * this->unit()), total = _mm512_setzero_ps();
-            for (int64_t strip = first; strip < last; strip += 2) {
-                __m512 p = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + strip * kStrip), unit, offset));
-                __m512 r = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + (strip + 1) * kStrip), unit, offset));
-                total = _mm512_add_ps(_mm512_add_ps(total, p), r);
-                _mm512_store_si512(weights + strip * kStrip, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(r, p)));
-            }
-            float *to = totals_ + (row + i) * 16;
-            _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), total));
-        }
+    void weigh(const Job &job, int slot) {
+        float *scores = all_scores_[slot];
+        bf16 *weights = all_weights_[slot];
+        if (a_.softcap != 0) cap(job, scores);
+        if (job.is_masked) mask(job, scores);
+        if (job.begin == 0 && job.end == kKvTile / kPair)
+            weigh_strips(job.row, job.rows, 0, kStrips, scores, weights);
+        else
+            weigh_strips(job.row, job.rows, 2 * job.begin, 2 * job.end, scores, weights);
     }
 
     // The stored maximum follows only when scores rise 2^kHeadroom above it: P stays far from overflow, and sums are
     // rarely rescaled.
-    void raise_maxima(int64_t row, int64_t rows, int64_t first, int64_t last) {
-        float headroom = kHeadroom / unit();
-        for (int64_t i = 0; i < rows; ++i) {
-            const float *scores = scores_ + i * kKvTile;
+    __attribute__((always_inline)) void weigh_strips(int64_t row, int64_t rows, int64_t first, int64_t last,
+                                                     const float *scores, bf16 *weights) {
+        float unit = this->unit(), headroom = kHeadroom / unit;
+        __m512 units = _mm512_set1_ps(unit);
+        float *maxima = maxima_ + row, *totals = totals_ + row * 16;
+        for (int64_t i = 0; i < rows; ++i, scores += kKvTile, weights += kKvTile, totals += 16) {
             __m512 largest = _mm512_load_ps(scores + first * kStrip);
             for (int64_t strip = first + 1; strip < last; ++strip)
                 largest = _mm512_max_ps(largest, _mm512_load_ps(scores + strip * kStrip));
-            float limit = maxima_[row + i] + headroom;
-            if (_mm512_cmp_ps_mask(largest, _mm512_set1_ps(limit), _CMP_GT_OQ)) raise(row + i, _mm512_reduce_max_ps(largest));
+            if (_mm512_cmp_ps_mask(largest, _mm512_set1_ps(maxima[i] + headroom), _CMP_GT_OQ))
+                raise(row + i, _mm512_reduce_max_ps(largest));
+            __m512 offset = _mm512_set1_ps(-maxima[i] * unit), total = _mm512_setzero_ps();
+            for (int64_t strip = first; strip < last; strip += 2) {
+                __m512 p = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + strip * kStrip), units, offset));
+                __m512 r = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + (strip + 1) * kStrip), units, offset));
+                total = _mm512_add_ps(_mm512_add_ps(total, p), r);
+                _mm512_store_si512(weights + strip * kStrip, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(r, p)));
+            }
+            _mm512_store_ps(totals, _mm512_add_ps(_mm512_load_ps(totals), total));
         }
     }
 
-    void raise(int64_t row, float maximum) {
+    __attribute__((noinline)) void raise(int64_t row, float maximum) {
         __m512 decay = exp2(_mm512_set1_ps((maxima_[row] - maximum) * unit()));
         maxima_[row] = maximum;
         float *total = totals_ + row * 16, *sum = sums_ + row * width_;
@@ -358,15 +390,16 @@ class PieceOnTiles {
             _mm512_store_ps(sum + dim, _mm512_mul_ps(_mm512_load_ps(sum + dim), decay));
     }
 
-    void add_values(int64_t row, int64_t begin, int64_t end) {
+    void add_values(const Job &job, int slot) {
         int64_t dim = 0;
-        for (; dim + 64 <= width_; dim += 64) add_dims<4>(row, begin, end, dim);
-        if (dim < width_) add_dims<2>(row, begin, end, dim);
+        for (; dim + 64 <= width_; dim += 64) add_dims<4>(job, slot, dim);
+        if (dim < width_) add_dims<2>(job, slot, dim);
     }
 
     template <int kCount>
-    void add_dims(int64_t row, int64_t begin, int64_t end, int64_t dim) {
-        float *sum = sums_ + row * width_ + dim;
+    void add_dims(const Job &job, int slot, int64_t dim) {
+        float *sum = sums_ + job.row * width_ + dim;
+        const bf16 *weights = all_weights_[slot];
         int64_t stride = width_ * 4;
         _tile_loadd(0, sum, stride);
         _tile_loadd(1, sum + 16, stride);
@@ -374,9 +407,9 @@ class PieceOnTiles {
             _tile_loadd(2, sum + 32, stride);
             _tile_loadd(3, sum + 48, stride);
         }
-        for (int64_t pair = begin; pair < end; ++pair) {
-            const char *v = packed_v_ + pair * kPair * width_ * 2 + dim * 64;
-            _tile_loadd(4, weights_ + pair * kPair, kKvTile * 2);
+        for (int64_t pair = job.begin; pair < job.end; ++pair) {
+            const char *v = job.packed_v + pair * kPair * width_ * 2 + dim * 64;
+            _tile_loadd(4, weights + pair * kPair, kKvTile * 2);
             _tile_loadd(6, v, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(6, v + 1024, 64);
@@ -427,10 +460,15 @@ class PieceOnTiles {
     bool is_narrow_;  // one tile of rows
     Place place_[kStrips];
     int64_t valid_[kStrips];  // positions of a strip inside the context
-    bf16 *query_, *weights_, *copied_k_, *copied_v_;
+    Job jobs_[2];    // the two before the one that is scored
+    int slot_ = 0;   // of the latest job
+    int64_t num_jobs_ = 0;
+    float *all_scores_[2];
+    bf16 *all_weights_[2];
+    bf16 *query_, *copied_k_, *copied_v_;
     uint32_t *query_pairs_;
-    float *scores_, *turned_, *sums_, *totals_, *maxima_;
-    char *packed_k_, *packed_v_;
+    float *turned_, *sums_, *totals_, *maxima_;
+    char *packed_k_, *packed_v_, *packed_vs_;
 };
 
 }  // namespace attention_tiles

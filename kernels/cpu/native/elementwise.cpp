@@ -1,4 +1,4 @@
-// Ops that touch each element once: embedding, (add +) RMSNorm, SiLU * up, and a plain read to measure bandwidth with.
+// Ops that touch each element once: embedding, (add +) RMSNorm, and a plain read to measure bandwidth with.
 #include <algorithm>
 #include <cmath>
 
@@ -69,23 +69,6 @@ void rms_norm(const Op &op, Worker &worker) {
                 int n = static_cast<int>(std::min<int64_t>(width - i, kLanes));
                 Vec value = rounded_to<T>(load(source + i, n) * factor);
                 store(out + i, value * load(weight + i, n), n);
-            }
-        });
-    });
-}
-
-// pointers: gate_up, out; sizes: rows, width, dtype
-void silu_mul(const Op &op, Worker &worker) {
-    int64_t width = op.sizes[1];
-    with_type(op.sizes[2], [&](auto type) {
-        using T = decltype(type);
-        for_own_rows(op.sizes[0], worker, [&](int64_t row) {
-            auto gate = static_cast<const T *>(op.pointers[0]) + row * 2 * width, up = gate + width;
-            auto out = static_cast<T *>(op.pointers[1]) + row * width;
-            for (int64_t i = 0; i < width; i += kLanes) {
-                int n = static_cast<int>(std::min<int64_t>(width - i, kLanes));
-                Vec x = load(gate + i, n);
-                store(out + i, x / (splat(1.0f) + exp(zero() - x)) * load(up + i, n), n);
             }
         });
     });

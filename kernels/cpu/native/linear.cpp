@@ -6,7 +6,11 @@
 //   bfloat16: [panels][in / 32][2][16 pairs][16 outputs][2]    a step of 32 inputs is two tiles of 1 KiB
 //   others:   [panels][in][32 outputs]
 //
-// Inputs and outputs are padded with zero weights to whole steps and panels.
+// Inputs and outputs are padded with zero weights to whole steps and panels. In a gated linear a panel is 16 gates and
+// the 16 ups that belong to them, and yields 16 outputs: gate / (1 + exp(-gate)) * up.
+//
+// pointers: x, weight, bias (of whole panels, or null), out
+// sizes: rows, in, outs, x_stride, out_stride, dtype, prefetch, grain, row_block, is_gated
 #include <algorithm>
 
 #include "amx.h"
@@ -27,26 +31,35 @@ struct Linear {
     int64_t prefetch;  // bytes ahead of the weight in use
     int64_t grain;     // panels that a thread takes at a time
     int64_t row_block; // rows that pass through all panels of a piece before the next rows do
+    bool is_gated;
 
     explicit Linear(const Op &op)
         : x(op.pointers[0]), weight(op.pointers[1]), bias(op.pointers[2]), out(op.pointers[3]), rows(op.sizes[0]),
           in(op.sizes[1]), outs(op.sizes[2]), x_stride(op.sizes[3]), out_stride(op.sizes[4]), dtype(op.sizes[5]),
-          prefetch(op.sizes[6]), grain(op.sizes[7]), row_block(op.sizes[8]) {}
+          prefetch(op.sizes[6]), grain(op.sizes[7]), row_block(op.sizes[8]), is_gated(op.sizes[9] != 0) {}
 
-    int64_t panels() const { return (outs + kPanel - 1) / kPanel; }
+    int64_t panel_outs() const { return is_gated ? kPanel / 2 : kPanel; }
+    int64_t panels() const { return (outs + panel_outs() - 1) / panel_outs(); }
 };
 
+constexpr int kVecs = kPanel / kLanes;
+
+inline Vec silu(Vec x) { return x / (splat(1.0f) + exp(zero() - x)); }
+
+// Sums of one row and panel become outputs. `sums` is overwritten.
 template <class T>
 void finish_row(const Linear &l, int64_t row, int64_t panel, Vec *sums) {
-    int64_t first = panel * kPanel;
-    T *out = static_cast<T *>(l.out) + row * l.out_stride + first;
-    const T *bias = static_cast<const T *>(l.bias) + first;
-    for (int64_t i = 0; i < kPanel / kLanes; ++i) {
-        int n = static_cast<int>(std::min<int64_t>(l.outs - first - i * kLanes, kLanes));
-        if (n <= 0) break;
-        Vec sum = l.bias == nullptr ? sums[i] : sums[i] + load(bias + i * kLanes, n);
-        store(out + i * kLanes, sum, n);
+    if (l.bias != nullptr) {
+        const T *bias = static_cast<const T *>(l.bias) + panel * kPanel;
+        for (int i = 0; i < kVecs; ++i) sums[i] = sums[i] + load(bias + i * kLanes);
     }
+    if (l.is_gated)
+        for (int i = 0; i < kVecs / 2; ++i)
+            sums[i] = silu(rounded_to<T>(sums[i])) * rounded_to<T>(sums[kVecs / 2 + i]);
+    int64_t first = panel * l.panel_outs(), count = std::min(l.outs - first, l.panel_outs());
+    T *out = static_cast<T *>(l.out) + row * l.out_stride + first;
+    for (int64_t i = 0; i * kLanes < count; ++i)
+        store(out + i * kLanes, sums[i], static_cast<int>(std::min<int64_t>(count - i * kLanes, kLanes)));
 }
 
 #if defined(__AMX_BF16__)
@@ -82,6 +95,19 @@ void multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int64_t 
         _tile_stored(2, sums + 16 * 32, 128);
         _tile_stored(3, sums + 16 * 32 + 16, 128);
     }
+}
+
+// Sums of up to 32 rows, one below the other, become outputs.
+void finish_tiles(const Linear &l, int64_t first_row, int64_t rows, int64_t panel, const float *sums) {
+    if (l.bias != nullptr || l.is_gated || (panel + 1) * kPanel > l.outs) {
+        for (int64_t i = 0; i < rows; ++i) {
+            Vec pair[2] = {load(sums + i * kPanel), load(sums + i * kPanel + 16)};
+            finish_row<bf16>(l, first_row + i, panel, pair);
+        }
+        return;
+    }
+    bf16 *out = static_cast<bf16 *>(l.out) + first_row * l.out_stride + panel * kPanel;
+    for (int64_t i = 0; i < rows; ++i) store_pair(out + i * l.out_stride, load(sums + i * kPanel), load(sums + i * kPanel + 16));
 }
 
 void use_shapes(int64_t rows) {
@@ -127,10 +153,7 @@ void linear_tiles(const Linear &l, Worker &worker) {
                         multiply_tiles<true>(x + row * row_bytes, row_bytes, weight, steps, prefetch, sums);
                     else
                         multiply_tiles<false>(x + row * row_bytes, row_bytes, weight, steps, prefetch, sums);
-                    for (int64_t i = 0; i < rows; ++i) {
-                        Vec pair[2] = {load(sums + i * 32), load(sums + i * 32 + 16)};
-                        finish_row<bf16>(l, row + i, panel, pair);
-                    }
+                    finish_tiles(l, row, rows, panel, sums);
                 }
             }
         }
@@ -162,8 +185,6 @@ inline Pair load_pairs(const uint32_t *p) {
     return pair;
 #endif
 }
-
-constexpr int kVecs = kPanel / kLanes;
 
 // kRows rows against one panel of bfloat16 pairs.
 template <int kRows>

@@ -46,7 +46,6 @@ using Kernel = void (*)(const Op &, Worker &);
 // One per op code; see run.cpp for the table.
 void embedding(const Op &, Worker &);
 void rms_norm(const Op &, Worker &);
-void silu_mul(const Op &, Worker &);
 void rope_and_write_kv(const Op &, Worker &);
 void linear(const Op &, Worker &);
 void paged_attention(const Op &, Worker &);
