@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.model_runner import ModelRunner, build
@@ -57,10 +58,13 @@ def random_weights(dtype: torch.dtype) -> ModelWeights:
     return ModelWeights(embedding, layers, norm, embedding)
 
 
-def make_runner(dtype: torch.dtype = torch.bfloat16) -> ModelRunner:
+def make_runner(dtype: torch.dtype = torch.bfloat16, backend: str = "cpu", *, record: bool = True) -> ModelRunner:
     cache = KVCache(CONFIG, NUM_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE, dtype, "cpu")
     cache.tensor.fill_(float("nan"))
-    return ModelRunner(CONFIG, random_weights(dtype), cache, max_num_seqs=8, max_model_len=256)
+    runner = ModelRunner(CONFIG, random_weights(dtype), cache, max_num_seqs=8, max_model_len=256, ops=load_ops(backend))
+    if record:
+        assert runner.record() == (backend == "cpu")
+    return runner
 
 
 def make_params(index: int) -> SamplingParams:
@@ -99,9 +103,10 @@ def generate(runner: ModelRunner, indices: list[int], chunk: int, num_tokens: in
     return results
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_request_same_tokens_and_logprobs(dtype: torch.dtype) -> None:
-    runner = make_runner(dtype)
+def test_same_request_same_tokens_and_logprobs(dtype: torch.dtype, backend: str) -> None:
+    runner = make_runner(dtype, backend)
     everyone = list(range(NUM_SEQUENCES))
     expected = generate(runner, everyone, 512, 12)
     for chunk in (16, 7):
@@ -109,6 +114,44 @@ def test_same_request_same_tokens_and_logprobs(dtype: torch.dtype) -> None:
     for index in everyone:
         assert generate(runner, [index], 48, 12)[index] == expected[index]
     assert len({tuple(one.token_id for one in expected[index]) for index in everyone}) == NUM_SEQUENCES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_recorded_steps_and_more_threads_change_no_bit(dtype: torch.dtype) -> None:
+    everyone = list(range(NUM_SEQUENCES))
+    eager = make_runner(dtype, record=False)
+    expected = generate(eager, everyone, 512, 12)
+    assert (eager.counts.replayed, eager.counts.replayed_to_logits) == (0, 0)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        recorded = make_runner(dtype)
+        for index in everyone:
+            assert generate(recorded, [index], 48, 12)[index] == expected[index]
+        assert generate(recorded, everyone, 33, 12) == expected
+        assert recorded.counts.replayed_to_logits > 11  # all but one of the requests have penalties or logprobs
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 6])
+def test_plain_requests_are_sampled_inside_the_recorded_step(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and random ones, in batches that fill their bucket and in batches that do not."""
+
+    def plain(index: int) -> SamplingParams:
+        return SamplingParams(max_tokens=99, seed=index, temperature=index % 3 * 0.6, top_p=1.0 - 0.1 * (index % 2))
+
+    monkeypatch.setattr(f"{__name__}.make_params", plain)
+    indices = list(range(num_seqs))
+    recorded, eager = make_runner(), make_runner(record=False)
+    assert generate(recorded, indices, 512, 12) == generate(eager, indices, 512, 12)
+    assert (recorded.counts.eager, recorded.counts.replayed, recorded.counts.replayed_to_logits) == (1, 11, 0)
+
+
+def test_a_recorded_step_writes_no_kv_for_its_padding() -> None:
+    runner = make_runner()
+    generate(runner, [0, 1, 2], 512, 3)  # leaves slots of sequence 2 behind in the buffers
+    before = runner._kv_cache.tensor[2 * BLOCKS_PER_SEQUENCE : 3 * BLOCKS_PER_SEQUENCE].clone()
+    generate(runner, [0], 512, 3)
+    after = runner._kv_cache.tensor[2 * BLOCKS_PER_SEQUENCE : 3 * BLOCKS_PER_SEQUENCE]
+    assert torch.equal(before.view(torch.int16), after.view(torch.int16))
 
 
 def test_a_cached_prefix_gives_the_same_token() -> None:
