@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import reference_sampling
-from tandem.kernels.ops import Penalties, SamplingInputs, load_ops
+from tandem.kernels.cpu.build import BuildError
+from tandem.kernels.ops import Ops, Penalties, SamplingInputs, load_ops
 from tandem.kernels.philox import uniform
 
-OPS = load_ops("reference")
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    try:
+        return load_ops(request.param)
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 def make_inputs(num_rows: int, **changes: object) -> SamplingInputs:
@@ -51,7 +58,7 @@ FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (40, 0.9,
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
-def test_drawn_token_is_the_inverse_cdf_over_the_kept_tokens(top_k: int, top_p: float, min_p: float) -> None:
+def test_drawn_token_is_the_inverse_cdf_over_the_kept_tokens(ops: Ops, top_k: int, top_p: float, min_p: float) -> None:
     num_rows, vocab_size = 300, 101
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
     inputs = make_inputs(
@@ -60,7 +67,7 @@ def test_drawn_token_is_the_inverse_cdf_over_the_kept_tokens(top_k: int, top_p: 
         top_p=torch.full((num_rows,), top_p),
         min_p=torch.full((num_rows,), min_p),
     )
-    chosen = OPS.sample(logits, inputs).token_ids.tolist()
+    chosen = ops.sample(logits, inputs).token_ids.tolist()
     numbers = uniform(inputs.seed, inputs.choice, inputs.position).tolist()
     for row in range(num_rows):
         values = logits[row].tolist()
@@ -71,30 +78,30 @@ def test_drawn_token_is_the_inverse_cdf_over_the_kept_tokens(top_k: int, top_p: 
         assert chosen[row] == expected
 
 
-def test_equals_are_resolved_by_the_lower_id() -> None:
+def test_equals_are_resolved_by_the_lower_id(ops: Ops) -> None:
     logits = torch.zeros(1, 50)
     logits[0, 10:20] = 1.0
     greedy = make_inputs(1, temperature=torch.zeros(1))
-    assert int(OPS.sample(logits, greedy).token_ids) == 10
+    assert int(ops.sample(logits, greedy).token_ids) == 10
     half = make_inputs(400, top_p=torch.full((400,), 0.1), position=torch.arange(400))
-    chosen = OPS.sample(logits.expand(400, 50), half).token_ids  # ten equals of weight e, forty of weight 1: e/67 each
+    chosen = ops.sample(logits.expand(400, 50), half).token_ids  # ten equals of weight e, forty of weight 1: e/67 each
     assert set(chosen.tolist()) == {10, 11, 12}
-    top = OPS.sample(logits, make_inputs(1, logprob_rows=torch.tensor([0]), num_top_logprobs=3))
+    top = ops.sample(logits, make_inputs(1, logprob_rows=torch.tensor([0]), num_top_logprobs=3))
     assert top.top_token_ids is not None
     assert top.top_token_ids.tolist() == [[10, 11, 12]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.25, 2.0])
-def test_frequencies_follow_the_distribution(temperature: float) -> None:
+def test_frequencies_follow_the_distribution(ops: Ops, temperature: float) -> None:
     logits = torch.tensor([[1.0, 0.0, 2.0, -1.0]])
     count = 20_000
     inputs = make_inputs(count, temperature=torch.full((count,), temperature), seed=torch.full((count,), 3))
-    share = OPS.sample(logits.expand(count, 4), inputs).token_ids.bincount(minlength=4) / count
+    share = ops.sample(logits.expand(count, 4), inputs).token_ids.bincount(minlength=4) / count
     expected = torch.softmax(logits[0] / temperature, -1) if temperature else torch.tensor([0.0, 0.0, 1.0, 0.0])
     assert torch.allclose(share.double(), expected.double(), atol=0.015)
 
 
-def test_penalties_follow_their_formula_and_spare_other_rows() -> None:
+def test_penalties_follow_their_formula_and_spare_other_rows(ops: Ops) -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]] * 2)
     penalties = Penalties(
         token_ids=torch.tensor([[0, 1, 2, 2, 3], [0, 0, 0, 0, 0]]),  # the last place of row 0 is padding
@@ -110,9 +117,10 @@ def test_penalties_follow_their_formula_and_spare_other_rows() -> None:
     inputs = make_inputs(
         2, temperature=torch.zeros(2), penalties=penalties, logprob_rows=torch.tensor([0, 1]), num_top_logprobs=1
     )
-    sampled = OPS.sample(logits, inputs)
+    sampled = ops.sample(logits, inputs)
     assert sampled.logprobs is not None
-    assert torch.equal(sampled.logprobs, torch.log_softmax(logits, -1)[:, 0])  # of the raw logits
+    raw = torch.log_softmax(logits, -1)[:, 0]
+    torch.testing.assert_close(sampled.logprobs, raw, rtol=0, atol=1e-6)
 
 
 def random_inputs(num_rows: int, vocab_size: int) -> tuple[Tensor, SamplingInputs]:
@@ -160,18 +168,18 @@ def rows_of(inputs: SamplingInputs, rows: slice, num_top: int) -> SamplingInputs
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_rows_have_the_same_bits_at_any_batch_size(num_threads: int) -> None:
+def test_rows_have_the_same_bits_at_any_batch_size(ops: Ops, num_threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         logits, inputs = random_inputs(24, 49_152)
-        whole = OPS.sample(logits, inputs)
+        whole = ops.sample(logits, inputs)
         assert whole.logprobs is not None
         assert whole.top_token_ids is not None
         assert whole.top_logprobs is not None
         for start, stop, num_top in [(0, 1, 20), (5, 6, 1), (3, 10, 5), (23, 24, 20), (7, 24, 3)]:
             rows = slice(start, stop)
-            part = OPS.sample(logits[rows], rows_of(inputs, rows, num_top))
+            part = ops.sample(logits[rows], rows_of(inputs, rows, num_top))
             assert torch.equal(part.token_ids, whole.token_ids[rows])
             assert part.logprobs is not None
             assert torch.equal(part.logprobs, whole.logprobs[rows])
@@ -184,13 +192,13 @@ def test_rows_have_the_same_bits_at_any_batch_size(num_threads: int) -> None:
 
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), float("-inf")])
-def test_a_spoilt_row_gets_some_token_and_leaves_the_others_alone(spoilt: float) -> None:
+def test_a_spoilt_row_gets_some_token_and_leaves_the_others_alone(ops: Ops, spoilt: float) -> None:
     logits, inputs = random_inputs(6, 1000)
-    expected = OPS.sample(logits, inputs)
+    expected = ops.sample(logits, inputs)
     assert expected.top_logprobs is not None
     others = torch.tensor([0, 1, 3, 4, 5])
     logits[2] = spoilt
-    sampled = OPS.sample(logits, inputs)
+    sampled = ops.sample(logits, inputs)
     assert 0 <= int(sampled.token_ids[2]) < 1000
     assert torch.equal(sampled.token_ids[others], expected.token_ids[others])
     assert sampled.top_logprobs is not None
