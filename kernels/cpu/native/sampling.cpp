@@ -67,7 +67,13 @@ struct Filters {
     int64_t top_k;  // 0: all
     float top_p, min_p;
 
-    bool keep_all() const { return top_k == 0 && top_p >= 1.0f && min_p <= 0.0f; }
+    // Whatever stands in a row that pads a batch, the largest token stays.
+    Filters(int64_t top_k, float top_p, float min_p, int64_t vocab_size)
+        : top_k(top_k > 0 && top_k < vocab_size ? top_k : 0),
+          top_p(top_p < 1.0f ? std::max(top_p, 0.0f) : 1.0f),
+          min_p(min_p > 0.0f ? std::min(min_p, 1.0f) : 0.0f) {}
+
+    bool keep_all() const { return top_k == 0 && top_p == 1.0f && min_p == 0.0f; }
 };
 
 // Elements with value >= bound and value - largest >= gap, in the order of their ids. Returns how many.
@@ -103,7 +109,7 @@ int64_t filter(const Scaled<float> &row, int64_t count, const Filters &filters, 
     int64_t whole = 0;
     if (filters.top_k) bound = bound_of_largest(memory.logits, count, filters.top_k, memory.values, memory.select);
     if (filters.min_p > 0.0f) gap = std::log(filters.min_p) - kSlack;
-    if (filters.top_k == 0 && filters.min_p <= 0.0f) {
+    if (filters.top_k == 0 && filters.min_p == 0.0f) {
         // A token is behind top-p for certain if even `count` of its kind have less mass than top-p cuts off.
         whole = mass(row, 0, count);
         double cut = (1.0 - filters.top_p) * static_cast<double>(whole) / kFixedOne / static_cast<double>(count);
@@ -213,8 +219,7 @@ class Sampler {
     int64_t choose(const T *logits, const Largest &largest, int64_t row) {
         float temperature = input<float>(1)[row];
         if (!(temperature >= kGreedyTemperature)) return largest.token_id;
-        Filters filters{input<int64_t>(2)[row], input<float>(3)[row], input<float>(4)[row]};
-        if (filters.top_k <= 0 || filters.top_k >= vocab_size_) filters.top_k = 0;
+        Filters filters(input<int64_t>(2)[row], input<float>(3)[row], input<float>(4)[row], vocab_size_);
         uint64_t random = random_bits(input<uint64_t>(5)[row], input<uint64_t>(6)[row], input<uint64_t>(7)[row]);
         Scaled<T> scaled(logits, largest.value, temperature);
         if (filters.keep_all()) return draw(scaled, vocab_size_, random, memory_.sums);
