@@ -14,7 +14,7 @@ from rich.text import Text
 from tandem.kernels.autotune import DeviceKey, TuningReport, TuningResult
 from tandem.workers.warm_up import Phase
 
-CLOSE = 1.05
+CLOSE = 0.05
 """Candidates up to this much slower than the fastest are marked."""
 LEGEND = "> chosen   * fastest   ~ within 5 % of it   - not available or not measured"
 
@@ -96,7 +96,7 @@ def _cell(result: TuningResult, name: str, scale: float) -> Text:
     if name not in result.seconds:
         return Text(f"{'>' if is_chosen else ''}- ")
     ratio = result.seconds[name] / min(result.seconds.values())
-    mark, style = ("*", "green") if ratio == 1 else ("~", "yellow") if ratio <= CLOSE else (" ", "")
+    mark, style = ("*", "green") if ratio == 1 else ("~", "yellow") if ratio <= 1 + CLOSE else (" ", "")
     text = f"{'>' if is_chosen else ''}{_digits(result.seconds[name] * scale)}{mark}"
     return Text(text, style=f"bold {style}" if is_chosen else style)
 

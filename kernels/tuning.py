@@ -1,13 +1,14 @@
 """The words of the autotuner: what can be chosen, for what, and what was chosen. `autotune.py` measures and re-exports.
 
     key = TuningKey("linear", "576x960", bucket_of(num_rows), "bfloat16")
-    candidate = choices.get(key) or default       # in a backend, once per recorded step
+    candidate = choices.get(key) or default       # in a backend, when a step is recorded
 
 A candidate may change how fast an op is, never a bit of what it computes: the order of reduction is not for tuning.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,14 +62,16 @@ class Tunable:
     `prepare(candidate)` makes what the op needs and returns a function that runs it once, to the end (a GPU backend
     waits for the device). Operands should be shared by the candidates, and weights come from memory rather than from
     the cache, as in a step. Raises `CandidateUnavailable` where the device cannot run it. Where one run is too short
-    to wait for, the function may run the op `ops_per_call` times. `release` is called once when no candidate will be
-    run any more.
+    to wait for, the function may run the op `ops_per_call` times. `timer` is what calls are timed with: an op that
+    runs in the calling thread alone can take `time.thread_time`, which does not count what other processes take.
+    `release` is called once when no candidate will be run any more.
     """
 
     key: TuningKey
     candidates: tuple[Candidate, ...]
     prepare: Callable[[Candidate], Callable[[], None]]
     ops_per_call: int = 1
+    timer: Callable[[], float] = time.perf_counter
     release: Callable[[], None] = _nothing_to_release
 
     def __post_init__(self) -> None:
@@ -147,7 +150,10 @@ class TuningWorkload:
         return buckets_up_to(max(self.max_context, self.block_size), self.block_size)
 
     def weights_by_shape(self) -> dict[tuple[int, int], tuple[PackedLinear, ...]]:
-        """(in_features, out_features) -> the weights of that shape, one per layer: rotate through them when timing."""
+        """(in_features, out_features) -> the weights of that shape, one per layer: rotate through them when timing.
+
+        Weights of `pack_gate_up` may share a shape with others: the backend tells them apart.
+        """
         groups: dict[tuple[int, int], list[PackedLinear]] = {}
         for packed in self.linears:
             groups.setdefault((packed.in_features, packed.out_features), []).append(packed)

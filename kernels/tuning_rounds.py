@@ -1,15 +1,17 @@
 """How candidates are compared: interleaved rounds, medians, and the noise of this very measurement.
 
-1. Each candidate runs once to warm up, then three times alone, of which the fastest counts. Those above `HOPELESS`
-   times the fastest are out.
+1. Each candidate runs once to warm up, then three times, in turn with the others. Those whose fastest run takes more
+   than `ABSURD` times the fastest of all are out.
 2. In a round every candidate that is left is timed once, in a shuffled order, and the fastest of step 1 twice: it has a
    twin. A sample is the fastest of three runs of calls, each about `RUN_S` long: on a busy machine one of them meets a
    scheduler's slice, hardly all. A candidate's score is the median over the rounds of its time divided by the median
-   of that round: whatever slowed the whole round down drops out.
+   of that round: whatever slowed the whole round down drops out. After `FIRST_ROUNDS` those above `HOPELESS` times the
+   fastest are out, too.
 3. Noise is what the twin shows against its original: the distance of the median ratio from 1, plus two standard errors
    of that median.
 4. The winner is the first candidate, in the fixed order, within max(`TIE`, noise) of the fastest.
-5. Rounds go on until the noise is below `TIE` and the winner has not changed for `STEADY_ROUNDS`, or the time is up.
+5. Rounds go on while the noise is above `TIE`, or the gap of anybody up to the winner is within the noise of the limit;
+   at most `MAX_ROUNDS`, or until the time is up.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from tandem.kernels.tuning import Candidate, CandidateUnavailable, Tunable
 
 Clock = Callable[[], float]
 
-HOPELESS = 2.0
-TIE = 0.02
-"""Nobody notices 2 % of one op, and hardly a machine holds them from run to run."""
+ABSURD = 4.0
+HOPELESS = 1.5
+TIE = 0.05
+"""Smaller gaps come and go with what else uses the memory (README.md): not worth a choice that changes."""
+FIRST_ROUNDS = 3
 MIN_ROUNDS = 5
 MAX_ROUNDS = 60
-STEADY_ROUNDS = 4
 RUN_S = 0.4e-3
 """Long beside the clock's resolution, short beside a scheduler's slice of 4 to 16 ms."""
 NUM_RUNS = 3
@@ -66,6 +69,12 @@ class Rounds:
         """One round: a sample per candidate in the fixed order, the twin's last."""
         self._rounds.append(list(seconds))
 
+    def keep(self, places: Sequence[int]) -> None:
+        """Forget all candidates but these; the twin's original must be among them. They are renumbered from 0."""
+        self._rounds = [[*(samples[place] for place in places), samples[-1]] for samples in self._rounds]
+        self._num_candidates = len(places)
+        self._twin_of = places.index(self._twin_of)
+
     def __len__(self) -> int:
         return len(self._rounds)
 
@@ -89,17 +98,26 @@ class Rounds:
 
     def winner(self) -> int:
         """The first candidate that is not measurably slower than the fastest."""
+        tolerance = max(TIE, self.noise())
+        return next(place for place, gap in enumerate(self._gaps()) if gap <= tolerance)
+
+    def is_clear(self) -> bool:
+        """Whether more rounds would hardly change the winner: nobody up to him is a toss-up."""
+        noise = self.noise()
+        return noise <= TIE and all(abs(gap - TIE) > noise for gap in self._gaps()[: self.winner() + 1])
+
+    def _gaps(self) -> list[float]:
+        """How much slower than the fastest each candidate is, relative."""
         seconds = self.seconds()
-        limit = min(seconds) * (1 + max(TIE, self.noise()))
-        return next(place for place, one in enumerate(seconds) if one <= limit)
+        return [one / min(seconds) - 1 for one in seconds]
 
 
 @dataclass(slots=True)
 class _Runner:
     candidate: Candidate
     call: Callable[[], None]
-    alone_s: float = 0.0
-    """The fastest call of the screening."""
+    alone_s: float = inf
+    """The fastest of the first calls."""
 
 
 def measure(tunable: Tunable, *, enough_at: float, deadline: float, clock: Clock) -> Measurement:
@@ -107,24 +125,28 @@ def measure(tunable: Tunable, *, enough_at: float, deadline: float, clock: Clock
 
     Raises `NotMeasured` if `deadline` passes before `MIN_ROUNDS`, or if no candidate can be run.
     """
-    stopwatch = _Stopwatch(clock, deadline)
+    stopwatch = _Stopwatch(tunable.timer, clock, deadline)
     runners, unavailable = _prepare(tunable, stopwatch)
-    for runner in runners:
-        runner.alone_s = stopwatch.time(runner.call, num_runs=NUM_RUNS)
+    for _ in range(NUM_RUNS):
+        for runner in runners:
+            runner.alone_s = min(runner.alone_s, stopwatch.time(runner.call, num_runs=1))
     fastest = min(runners, key=lambda runner: runner.alone_s)
-    live = [runner for runner in runners if runner.alone_s <= HOPELESS * fastest.alone_s]
     seconds = {runner.candidate.name: runner.alone_s for runner in runners}
+    live = [runner for runner in runners if runner.alone_s <= ABSURD * fastest.alone_s]
     winner, noise, num_rounds = fastest.candidate, 0.0, 0
     if len(live) > 1:
-        rounds = _run_rounds(live, live.index(fastest), stopwatch, enough_at)
-        seconds |= {runner.candidate.name: one for runner, one in zip(live, rounds.seconds(), strict=True)}
-        winner, noise, num_rounds = live[rounds.winner()].candidate, rounds.noise(), len(rounds)
+        outcome = _run_rounds(live, fastest, stopwatch, enough_at)
+        seconds |= outcome.seconds
+        winner, noise, num_rounds = outcome.winner, outcome.noise, outcome.num_rounds
     seconds = {name: one / tunable.ops_per_call for name, one in seconds.items()}
     return Measurement(winner, seconds, unavailable, noise, num_rounds)
 
 
 class _Stopwatch:
-    def __init__(self, clock: Clock, deadline: float) -> None:
+    """Times calls with one clock, and looks at the deadline on another."""
+
+    def __init__(self, timer: Clock, clock: Clock, deadline: float) -> None:
+        self._timer = timer
         self.clock = clock
         self._deadline = deadline
 
@@ -138,10 +160,10 @@ class _Stopwatch:
         fastest = inf
         for _ in range(num_runs):
             self.check()
-            began = self.clock()
+            began = self._timer()
             for _ in range(num_calls):
                 call()
-            fastest = min(fastest, self.clock() - began)
+            fastest = min(fastest, self._timer() - began)
         return fastest / num_calls
 
 
@@ -163,14 +185,16 @@ def _prepare(tunable: Tunable, stopwatch: _Stopwatch) -> tuple[list[_Runner], tu
     return runners, tuple(unavailable)
 
 
-def _run_rounds(live: list[_Runner], twin_of: int, stopwatch: _Stopwatch, enough_at: float) -> Rounds:
+def _run_rounds(live: list[_Runner], fastest: _Runner, stopwatch: _Stopwatch, enough_at: float) -> Measurement:
     """At least `MIN_ROUNDS`. Raises `NotMeasured` where there is no time for them."""
-    slots = [*live, live[twin_of]]
-    alone_s = max(live[twin_of].alone_s, SHORTEST_CALL_S)
-    num_calls, num_runs = ceil(RUN_S / alone_s), NUM_RUNS if alone_s < LONG_CALL_S else 1
-    rounds = Rounds(len(live), twin_of)
-    winners: list[int] = []
-    while not _is_enough(rounds, winners) and (len(rounds) < MIN_ROUNDS or stopwatch.clock() < enough_at):
+    num_calls = ceil(RUN_S / max(fastest.alone_s, SHORTEST_CALL_S))
+    num_runs = NUM_RUNS if fastest.alone_s < LONG_CALL_S else 1
+    rounds = Rounds(len(live), live.index(fastest))
+    dropped: dict[str, float] = {}
+    while len(rounds) < MIN_ROUNDS or (
+        len(rounds) < MAX_ROUNDS and stopwatch.clock() < enough_at and not rounds.is_clear()
+    ):
+        slots = [*live, fastest]
         order = random.Random(len(rounds)).sample(range(len(slots)), len(slots))
         try:
             samples = {
@@ -181,11 +205,18 @@ def _run_rounds(live: list[_Runner], twin_of: int, stopwatch: _Stopwatch, enough
                 raise
             break
         rounds.add([samples[place] for place in range(len(slots))])
-        winners.append(rounds.winner())
-    return rounds
+        if len(rounds) == FIRST_ROUNDS:
+            live, slow = _split(live, fastest, rounds)
+            dropped |= slow
+    seconds = dropped | {runner.candidate.name: one for runner, one in zip(live, rounds.seconds(), strict=True)}
+    return Measurement(live[rounds.winner()].candidate, seconds, (), rounds.noise(), len(rounds))
 
 
-def _is_enough(rounds: Rounds, winners: Sequence[int]) -> bool:
-    if len(rounds) < MIN_ROUNDS:
-        return False
-    return len(rounds) >= MAX_ROUNDS or (rounds.noise() < TIE and len(set(winners[-STEADY_ROUNDS:])) == 1)
+def _split(live: list[_Runner], fastest: _Runner, rounds: Rounds) -> tuple[list[_Runner], dict[str, float]]:
+    """Who stays, and the seconds of those who do not: `rounds` forgets them."""
+    seconds = rounds.seconds()
+    limit = HOPELESS * min(seconds)
+    stay = [place for place, one in enumerate(seconds) if one <= limit or live[place] is fastest]
+    rounds.keep(stay)
+    slow = {runner.candidate.name: seconds[place] for place, runner in enumerate(live) if place not in stay}
+    return [live[place] for place in stay], slow

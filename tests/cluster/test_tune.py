@@ -130,7 +130,7 @@ def test_the_backend_is_asked_with_the_models_shapes_and_packed_weights(folder: 
     assert {shape: len(weights) for shape, weights in workload.weights_by_shape().items()} == {
         (HIDDEN, 3 * HIDDEN): 2,
         (HIDDEN, HIDDEN): 2,
-        (HIDDEN, 2 * INNER): 2,
+        (HIDDEN, INNER): 2,
         (INNER, HIDDEN): 2,
         (HIDDEN, VOCAB): 1,
     }
