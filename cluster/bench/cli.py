@@ -12,13 +12,14 @@ import msgspec
 import typer
 from rich.console import Console
 
-from tandem.cluster.bench.engine_cli import engine
+from tandem.cluster.bench.engine_cli import engine, ops
 from tandem.workers.errors import UserError
 
 bench_app = typer.Typer(
     help="Measure a server or an engine, or check that answers are the same whichever way.", no_args_is_help=True
 )
 bench_app.command("engine")(engine)
+bench_app.command("ops")(ops)
 
 
 class _Api(str, Enum):  # noqa: UP042  (typer shows the values of plain string enums)

@@ -81,6 +81,30 @@ def engine(
         raise typer.Exit(2) from error
 
 
+def ops(
+    shape: Annotated[str, typer.Argument(help="Whose layers and heads: qwen2.5-1.5b, qwen2.5-0.5b.")] = "qwen2.5-1.5b",
+    backend: Annotated[str, typer.Option(help="Our backend.")] = "cpu",
+    markdown: Annotated[Path | None, typer.Option(help="Write the table to this file, for a README.")] = None,
+) -> None:
+    """Count the operations that one more token costs: ours, and those of Hugging Face's model of the same shape.
+
+    Exit code 1 if ours are more than nine per layer and six around them, or more than one call from Python.
+    """
+    from tandem.cluster.bench.ops import bench_ops, print_ops_report, to_markdown
+    from tandem.kernels.ops import load_ops
+
+    console = Console(stderr=True)
+    try:
+        report = bench_ops(shape, load_ops(backend), lambda message: console.print(message, style="dim"))
+        if markdown is not None:
+            markdown.write_text(to_markdown(report), encoding="utf-8")
+    except (UserError, ValueError, OSError) as error:
+        console.print(f"tandem bench ops: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    print_ops_report(report, _wide_console())
+    raise typer.Exit(0 if report.is_within else 1)
+
+
 def _options(model: str, scratch: Path, **values: object) -> EngineOptions:
     """Find the model, or make it."""
     from tandem.cluster.bench.engine import EngineOptions
