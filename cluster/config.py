@@ -15,7 +15,9 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
+from tandem.cluster.model_cache import cache_folder
 from tandem.cluster.model_source import Device, DtypeChoice, ResolvedModel
+from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.config import GatewayConfig
 from tandem.workers.config import TransferName, WorkerConfig
 from tandem.workers.errors import UserError
@@ -223,6 +225,10 @@ def _num_cores() -> int:
     return len(psutil.Process().cpu_affinity() or ()) or 1
 
 
+TUNING_DEADLINE_S = 60.0
+"""A worker's first start on a machine takes at most so much longer; `tandem tune` takes its time ahead of it."""
+
+
 def worker_configs(resolved: ResolvedConfig, cluster_key: bytes) -> list[WorkerConfig]:
     """One per worker, in the order prefill, decode, aggregated; all of epoch 0."""
     roles: tuple[Role, ...] = ("prefill", "decode", "aggregated")
@@ -250,6 +256,8 @@ def _worker_config(resolved: ResolvedConfig, cluster_key: bytes, role: Role, wor
         transfer="local" if role == "aggregated" else cluster.transfer,
         num_threads=resolved.num_threads,
         seed=cluster.seed,
+        tuning_file=cache_folder() / TUNING_FILE,
+        tuning_deadline_s=TUNING_DEADLINE_S,
         cluster_key=cluster_key,
     )
 

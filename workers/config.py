@@ -39,6 +39,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferName = "nixl"
     num_threads: int = 1
     seed: int = 0
+    tuning_file: Path | None = None
+    """Where the autotuner's results are kept; None: nowhere."""
+    tuning_deadline_s: float = 0.0
+    """Most time to tune kernels at the start, when the file does not know them. 0: what is unknown keeps defaults."""
     cluster_key: bytes = b""
     """Authenticates connections and keys the block hashes. Must be the same on every worker and gateway."""
     lease_s: float = 30.0
@@ -64,3 +68,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         require(self.num_threads >= 1, "num_threads", "must be at least 1")
         require(self.kv_cache_memory_bytes > 0, "kv_cache_memory_bytes", "must be positive")
+        require(self.tuning_deadline_s >= 0, "tuning_deadline_s", "must not be negative")

@@ -22,8 +22,6 @@ from tandem.kernels.ops import Ops, Sampled, SamplingInputs, StepLayout
 from tandem.workers.batch import Batch, BatchItem
 from tandem.workers.step_inputs import has_penalties, used_blocks
 
-_INT64 = np.iinfo(np.int64)
-
 Forward = Callable[[Tensor, StepLayout, Tensor], Tensor]
 """(token ids [n], layout, logits buffer [n, vocab]) -> the logits of every row."""
 
@@ -130,10 +128,11 @@ class DecodeSteps:
         """Native ops or kernels of one replay; the same for every bucket. Needs `record`."""
         return self._recorded[self._buckets[0]].whole.num_ops
 
-    def record(self, forward: Forward, on_bucket: Callable[[int], None]) -> bool:
+    def record(self, forward: Forward, on_progress: Callable[[int, int], None]) -> bool:
         """Record every bucket and run each once, dry. False: the backend does not record."""
-        for bucket in reversed(self._buckets):  # largest first: a pool of graph memory then serves the smaller ones
-            on_bucket(bucket)
+        # Largest first: a pool of graph memory then serves the smaller ones, too.
+        for done, bucket in enumerate(reversed(self._buckets)):
+            on_progress(done, len(self._buckets))
             inputs, layout, logits = self._device, self._device.layout(bucket), self._logits[:bucket]
 
             def logits_of(

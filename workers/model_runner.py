@@ -65,8 +65,11 @@ class ModelRunner:
         self.counts = StepCounts()
 
     @torch.inference_mode()
-    def record(self, on_bucket: Callable[[int], None] = lambda bucket: None) -> bool:
-        """Record decode steps for all batch sizes. False: the backend does not record, all steps stay eager."""
+    def record(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> bool:
+        """Record decode steps for all batch sizes. False: the backend does not record, all steps stay eager.
+
+        `on_progress` is called with how many of how many are done.
+        """
         decode = DecodeSteps(
             self.ops,
             buckets=decode_buckets(self._max_num_seqs),
@@ -74,7 +77,7 @@ class ModelRunner:
             block_size=self._kv_cache.block_size,
             logits=self._logits,
         )
-        if not decode.record(self._logits_of, on_bucket):
+        if not decode.record(self._logits_of, on_progress):
             return False
         self._decode = decode
         return True
@@ -95,7 +98,7 @@ class ModelRunner:
         if self._decode is not None and self._decode.fits(batch):
             return self._replay(self._decode, batch)
         self.counts.eager += 1
-        inputs = build(batch, self._kv_cache.block_size)
+        inputs = build(batch, self._kv_cache.block_size, self._kv_cache.tensor.device)
         sampled = self.ops.run(lambda: self._compute(inputs))
         return [None] * len(batch.items) if sampled is None else collect(batch, sampled)
 
@@ -107,7 +110,7 @@ class ModelRunner:
         self.counts.replayed_to_logits += 1
         logits = decode.run_to_logits(batch)
         specs = [item.sample for item in batch.items if item.sample is not None]
-        return collect(batch, self.ops.sample(logits, build_sampling(specs)))
+        return collect(batch, self.ops.sample(logits, build_sampling(specs, logits.device)))
 
     def _compute(self, inputs: StepInputs) -> Sampled | None:
         hidden = self._forward(inputs.token_ids, inputs.layout)

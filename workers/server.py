@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from tandem.workers.backend import create_ops
 from tandem.workers.config import WorkerConfig
 from tandem.workers.connection import Connection, accept
 from tandem.workers.decode import DecodeWorker
@@ -32,6 +33,7 @@ from tandem.workers.transfer.backends import create_transfer
 from tandem.workers.transfer.base import KVPoolMemory, Transfer
 from tandem.workers.transfer.local import LocalPools
 from tandem.workers.types import ModelIdentity, WorkerAddress, WorkerSnapshot
+from tandem.workers.warm_up import WarmUp, tuning_workload
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +82,7 @@ class WorkerServer:
         config = self.config
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         torch.set_num_threads(config.num_threads)
-        self._progress("loading weights")
-        model, kv_cache, runner = await asyncio.to_thread(load_runner, config)
+        model, kv_cache, runner = await asyncio.to_thread(load_runner, config, WarmUp(self._progress))
         self._progress("connecting")
         self.identity = identity_of(config, model, kv_cache)
         self.engine = Engine(
@@ -198,8 +199,9 @@ class WorkerServer:
         self.metrics.observe("step_seconds", times.schedule_s + times.execute_s + times.apply_s)
 
 
-def load_runner(config: WorkerConfig) -> tuple[ModelConfig, KVCache, ModelRunner]:
-    """Everything that takes memory: weights and the KV pool. Blocking. Raises `UserError`."""
+def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[ModelConfig, KVCache, ModelRunner]:
+    """Everything that takes memory or time: weights, KV pool, kernels, recorded steps. Blocking. Raises `UserError`."""
+    warm_up = warm_up or WarmUp(logger.debug)
     model = check_model(config.model_path)
     dtype = getattr(torch, config.dtype)
     num_blocks = num_blocks_for(config.kv_cache_memory_bytes, model, config.block_size, dtype)
@@ -208,10 +210,40 @@ def load_runner(config: WorkerConfig) -> tuple[ModelConfig, KVCache, ModelRunner
             f"kv_cache_memory_bytes holds {num_blocks * config.block_size} tokens, but max_model_len is "
             f"{config.max_model_len}: raise the first or lower the second"
         )
-    weights = load_weights(config.model_path, model, dtype)
-    kv_cache = KVCache(model, num_blocks, config.block_size, dtype, config.device)
-    runner = ModelRunner(model, weights, kv_cache, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len)
+    with warm_up.phase("preparing kernels"):
+        ops = create_ops(config.device)
+    with warm_up.phase("loading weights"), torch.inference_mode():
+        weights = load_weights(config.model_path, model, dtype).to(config.device)
+        kv_cache = KVCache(model, num_blocks, config.block_size, dtype, config.device)
+        runner = ModelRunner(
+            model,
+            weights,
+            kv_cache,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            ops=ops,
+        )
+        del weights
+    _tune(config, model, runner, warm_up)
+    with warm_up.phase("recording steps"):
+        runner.record(warm_up.advance)
+    logger.info("warm-up: %s", warm_up.summary())
     return model, kv_cache, runner
+
+
+def _tune(config: WorkerConfig, model: ModelConfig, runner: ModelRunner, warm_up: WarmUp) -> None:
+    workload = tuning_workload(
+        model,
+        runner.decoder.linears,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+    )
+    with torch.inference_mode():
+        warm_up.tune(runner.ops, workload, config.tuning_file, deadline_s=config.tuning_deadline_s)
 
 
 def identity_of(config: WorkerConfig, model: ModelConfig, kv_cache: KVCache) -> ModelIdentity:

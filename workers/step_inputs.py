@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ class StepInputs:
     sampling: SamplingInputs | None  # one row per sample; None: nothing is sampled
 
 
-def build(batch: Batch, block_size: int) -> StepInputs:
+def build(batch: Batch, block_size: int, device: torch.device | str = "cpu") -> StepInputs:
     """Tensors of the shapes that the batch has."""
     items = batch.items
     lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
@@ -38,17 +39,21 @@ def build(batch: Batch, block_size: int) -> StepInputs:
     positions = np.arange(query_starts[-1]) - query_starts[seq] + starts[seq]
     slots = block_tables[seq, positions // block_size] * block_size + positions % block_size
     token_ids = np.fromiter((token for item in items for token in item.token_ids), np.int64, int(query_starts[-1]))
+
+    def on_device(array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
     layout = StepLayout(
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        query_starts=torch.from_numpy(query_starts),
-        context_lens=torch.from_numpy(starts + lengths),
-        block_tables=torch.from_numpy(block_tables),
+        positions=on_device(positions),
+        slots=on_device(slots),
+        query_starts=on_device(query_starts),
+        context_lens=on_device(starts + lengths),
+        block_tables=on_device(block_tables),
     )
     samples = [(index, item.sample) for index, item in enumerate(items) if item.sample is not None]
     sample_rows = query_starts[[index + 1 for index, _ in samples]] - 1
-    sampling = build_sampling([spec for _, spec in samples]) if samples else None
-    return StepInputs(torch.from_numpy(token_ids), layout, torch.from_numpy(sample_rows), sampling)
+    sampling = build_sampling([spec for _, spec in samples], device) if samples else None
+    return StepInputs(on_device(token_ids), layout, on_device(sample_rows), sampling)
 
 
 def used_blocks(item: BatchItem, block_size: int) -> Sequence[int]:
@@ -64,12 +69,12 @@ def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     return table
 
 
-def build_sampling(specs: Sequence[SampleSpec]) -> SamplingInputs:
+def build_sampling(specs: Sequence[SampleSpec], device: torch.device | str = "cpu") -> SamplingInputs:
     """One row per sample."""
     params = [spec.params for spec in specs]
     seeds = np.array([one.seed & _UINT64 for one in params], np.uint64).view(np.int64)
     logprob_rows = [row for row, one in enumerate(params) if one.num_logprobs is not None]
-    return SamplingInputs(
+    inputs = SamplingInputs(
         temperature=torch.tensor([one.temperature for one in params], dtype=torch.float32),
         top_k=torch.tensor([one.top_k for one in params]),
         top_p=torch.tensor([one.top_p for one in params], dtype=torch.float32),
@@ -81,6 +86,16 @@ def build_sampling(specs: Sequence[SampleSpec]) -> SamplingInputs:
         logprob_rows=torch.tensor(logprob_rows) if logprob_rows else None,
         num_top_logprobs=max((one.num_logprobs or 0 for one in params), default=0),
     )
+    moved: SamplingInputs = _moved(inputs, device)
+    return moved
+
+
+def _moved(record: Any, device: torch.device | str) -> Any:
+    """The record with its tensors, and those of the records in it, on `device`."""
+    values: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(record)}
+    changed: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    changed |= {name: _moved(value, device) for name, value in values.items() if is_dataclass(value)}
+    return replace(record, **changed)
 
 
 def _build_penalties(specs: Sequence[SampleSpec]) -> Penalties | None:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from tandem.kernels.capture import Captured
 from tandem.kernels.cpu import records
-from tandem.kernels.cpu.build import level_of_this_machine, load_library
+from tandem.kernels.cpu.build import build_key, level_of_this_machine, load_library
 from tandem.kernels.cpu.memory import WeightArena
 from tandem.kernels.cpu.packing import CpuLinear, pack, pack_gated
 from tandem.kernels.cpu.records import OpList
+from tandem.kernels.cpu.tunables import attention_tunables, cpu_name, linear_tunables
 from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
-from tandem.kernels.tuning import Candidate, Choices, TuningKey, bucket_of
+from tandem.kernels.tuning import Candidate, Choices, DeviceKey, Tunable, TuningKey, TuningWorkload, bucket_of
 
 T = TypeVar("T")
 
@@ -43,6 +44,17 @@ class CpuOps:
         self._arena = WeightArena()
         self._choices = Choices({})
         self._recording: OpList | None = None
+
+    # Tuning
+
+    def device_key(self) -> DeviceKey:
+        """Times depend on the CPU, the instruction set, the threads, and on all that made the code."""
+        versions = {"torch": torch.__version__, "native ops": build_key(self.level)}
+        return DeviceKey(f"{cpu_name()} {self.level}", torch.get_num_threads(), versions)
+
+    def tunables(self, workload: TuningWorkload) -> Sequence[Tunable]:
+        """Linears first: they are most of every step."""
+        return [*linear_tunables(self, workload), *attention_tunables(self, workload)]
 
     def use_choices(self, choices: Choices) -> None:
         """From now on run each op as chosen; what is recorded already stays as it is."""
@@ -114,13 +126,14 @@ class CpuOps:
         if out is None:
             out = x.new_empty(x.shape[0], packed.out_features)
         chosen = self._choice(packed.op, packed.shape, x.shape[0], x.dtype, DEFAULT_LINEAR)
-        self._submit_linear(x, packed, out, chosen)
+        self.submit_linear(x, packed, out, chosen)
         return out
 
     def gate_up_silu(self, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
         return self.linear(x, packed, out)
 
-    def _submit_linear(self, x: Tensor, packed: CpuLinear, out: Tensor, chosen: Candidate) -> None:
+    def submit_linear(self, x: Tensor, packed: CpuLinear, out: Tensor, chosen: Candidate) -> None:
+        """`linear` or `gate_up_silu`, run as chosen."""
         strides = (x.stride(0), out.stride(0))
         how = (chosen["prefetch"], chosen["grain"], chosen["row_block"])
         sizes = (x.shape[0], packed.in_features, packed.out_features, *strides, _DTYPES[x.dtype], *how, packed.is_gated)
@@ -167,22 +180,35 @@ class CpuOps:
         softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        _, num_kv_heads, _, _, block_size, head_dim = kv_cache.shape
-        rows, num_heads, _ = query.shape
+        rows, num_heads, head_dim = query.shape
         if out is None:
             out = query.new_empty(rows, num_heads * head_dim)
+        shape = _attention_shape(query, kv_cache)
+        chosen = self._choice("paged_attention", shape, rows, query.dtype, DEFAULT_ATTENTION)
+        self.submit_attention(query, kv_cache, layer, plan, scale, window, softcap, out, chosen)
+        return out
+
+    def submit_attention(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        layer: int,
+        plan: StepPlan,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        out: Tensor,
+        chosen: Candidate,
+    ) -> None:
+        """`paged_attention`, run as chosen."""
+        _, num_kv_heads, _, _, block_size, head_dim = kv_cache.shape
+        rows, num_heads, _ = query.shape
         layout = plan.layout
-        num_seqs = layout.context_lens.shape[0]
-        chosen = self._choice(
-            "paged_attention", _attention_shape(query, kv_cache), rows, query.dtype, DEFAULT_ATTENTION
-        )
         operands = (query, kv_cache, layout.query_starts, layout.context_lens, layout.block_tables, out)
-        shape = (rows, num_seqs, num_heads, num_kv_heads, head_dim, block_size)
-        table_stride = layout.block_tables.stride(0)
-        rest = (_DTYPES[query.dtype], table_stride, window or 0, chosen["query_block"])
+        shape = (rows, layout.context_lens.shape[0], num_heads, num_kv_heads, head_dim, block_size)
+        rest = (_DTYPES[query.dtype], layout.block_tables.stride(0), window or 0, chosen["query_block"])
         sizes = (*shape, *_cache_offsets(kv_cache, layer), *rest)
         self._submit(records.PAGED_ATTENTION, operands, sizes, (scale, softcap or 0.0))
-        return out
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
         rows, vocab_size = logits.shape

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +26,12 @@ class LayerWeights:
     down: Tensor  # [hidden, intermediate]
     down_bias: Tensor | None
 
+    def to(self, device: torch.device | str) -> LayerWeights:
+        """On `device`; the same tensors if they are there."""
+        tensors: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved: dict[str, Any] = {name: None if one is None else one.to(device) for name, one in tensors.items()}
+        return LayerWeights(**moved)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
@@ -31,3 +39,14 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
     lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+
+    def to(self, device: torch.device | str) -> ModelWeights:
+        """On `device`; the same tensors if they are there. What is tied stays tied."""
+        embedding = self.embedding.to(device)
+        is_tied = self.lm_head is self.embedding
+        return ModelWeights(
+            embedding=embedding,
+            layers=tuple(layer.to(device) for layer in self.layers),
+            final_norm=self.final_norm.to(device),
+            lm_head=embedding if is_tied else self.lm_head.to(device),
+        )

@@ -1,0 +1,109 @@
+"""What the autotuner can choose for the CPU backend: how far ahead weights are fetched, how work is cut and shared.
+
+None of it touches the order of a reduction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.kernels.cpu.packing import CpuLinear
+from tandem.kernels.ops import StepLayout, StepPlan
+from tandem.kernels.tuning import Candidate, Tunable, TuningKey, TuningWorkload, buckets_up_to
+
+if TYPE_CHECKING:
+    from tandem.kernels.cpu.backend import CpuOps
+
+_FEW_ROWS = 32
+"""Up to so many rows a linear is bound by reading its weights, beyond by the products."""
+
+LINEAR_FEW = tuple(
+    Candidate.of(prefetch=prefetch, grain=grain, row_block=512)
+    for prefetch, grain in itertools.product((4096, 2048, 8192, 1024, 0), (1, 8))
+)
+LINEAR_MANY = tuple(
+    Candidate.of(prefetch=prefetch, grain=grain, row_block=row_block)
+    for prefetch, (grain, row_block) in itertools.product(
+        (0, 4096), ((1, 512), (2, 512), (8, 256), (64, 256), (64, 128))
+    )
+)
+ATTENTION = tuple(Candidate.of(query_block=size) for size in (32, 16, 64, 128))
+
+
+def linear_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunable]:
+    """One per shape of weight and bucket of rows; the language-model head has a row per sequence only."""
+    groups: dict[tuple[str, str], list[CpuLinear]] = {}
+    for packed in workload.linears:
+        assert isinstance(packed, CpuLinear)
+        groups.setdefault((packed.op, packed.shape), []).append(packed)
+    for (op, shape), weights in groups.items():
+        is_head = workload.linears[-1] in weights
+        for bucket in buckets_up_to(workload.max_seqs if is_head else workload.max_rows):
+            key = TuningKey(op, shape, bucket, workload.dtype)
+            candidates = LINEAR_FEW if bucket <= _FEW_ROWS else LINEAR_MANY
+            yield Tunable(key, candidates, _prepare_linear(ops, weights, bucket))
+
+
+def _prepare_linear(ops: CpuOps, weights: Sequence[CpuLinear], rows: int) -> Callable[[Candidate], Callable[[], None]]:
+    """Each run takes the next weight, which by then has left the cache."""
+    some = list(weights)
+
+    def prepare(candidate: Candidate) -> Callable[[], None]:
+        one = some[0]
+        x = torch.ones(rows, one.in_features, dtype=one.dtype)
+        out = torch.empty(rows, one.out_features, dtype=one.dtype)
+        replays = [ops.capture(partial(ops.submit_linear, x, packed, out, candidate)).replay for packed in some]
+        turn = itertools.cycle(replays)
+        return lambda: next(turn)()
+
+    return prepare
+
+
+def attention_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunable]:
+    """A chunk of a prompt behind a context of its own length; decode steps have one row per sequence to share out."""
+    for rows in buckets_up_to(workload.max_rows):
+        if rows >= _FEW_ROWS:
+            shape = f"{workload.num_heads}:{workload.num_kv_heads}x{workload.head_dim}"
+            key = TuningKey("paged_attention", shape, rows, workload.dtype)
+            yield Tunable(key, ATTENTION, _prepare_attention(ops, workload, rows))
+
+
+def _prepare_attention(ops: CpuOps, workload: TuningWorkload, rows: int) -> Callable[[Candidate], Callable[[], None]]:
+    dtype = getattr(torch, workload.dtype)
+    context = min(2 * rows, max(workload.max_context, rows))
+    num_blocks = -(-context // workload.block_size)
+    shape = (num_blocks, workload.num_kv_heads, 1, 2, workload.block_size, workload.head_dim)
+
+    def prepare(candidate: Candidate) -> Callable[[], None]:
+        kv_cache = torch.zeros(shape, dtype=dtype)
+        query = torch.ones(rows, workload.num_heads, workload.head_dim, dtype=dtype)
+        positions = torch.arange(context - rows, context)
+        layout = StepLayout(
+            positions,
+            positions,
+            torch.tensor([0, rows]),
+            torch.tensor([context]),
+            torch.arange(num_blocks).unsqueeze(0),
+        )
+        out = torch.empty(rows, workload.num_heads * workload.head_dim, dtype=dtype)
+        scale = workload.head_dim**-0.5
+        return ops.capture(
+            lambda: ops.submit_attention(query, kv_cache, 0, StepPlan(layout), scale, None, None, out, candidate)
+        ).replay
+
+    return prepare
+
+
+def cpu_name() -> str:
+    """The CPU's model, as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return "unknown CPU"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")

@@ -1,0 +1,21 @@
+"""Which backend computes: the best that this device and machine can run."""
+
+from __future__ import annotations
+
+import logging
+
+from tandem.kernels.cpu.build import BuildError
+from tandem.kernels.ops import Ops, load_ops
+
+logger = logging.getLogger(__name__)
+
+
+def create_ops(device: str) -> Ops:
+    """The ops of "cpu" or "cuda". A CPU without a compiler gets the reference, and whoever runs it one warning."""
+    if device == "cuda":
+        return load_ops("triton")
+    try:
+        return load_ops("cpu")
+    except BuildError as error:
+        logger.warning("plain torch computes, several times slower than the native ops: %s", error)
+        return load_ops("reference")
