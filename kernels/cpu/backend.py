@@ -49,7 +49,7 @@ class CpuOps:
 
     def device_key(self) -> DeviceKey:
         """Times depend on the CPU, the instruction set, the threads, and on all that made the code."""
-        versions = {"torch": torch.__version__, "native ops": build_key(self.level)}
+        versions = {"torch": str(torch.__version__), "native ops": build_key(self.level)}
         return DeviceKey(f"{cpu_name()} {self.level}", torch.get_num_threads(), versions)
 
     def tunables(self, workload: TuningWorkload) -> Sequence[Tunable]:
