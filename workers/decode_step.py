@@ -67,7 +67,7 @@ class _Inputs:
         )
 
     def to(self, device: torch.device) -> _Inputs:
-        """Copies on `device`; these very tensors if they are there."""
+        """Copies on `device`."""
         return _Inputs(**{each.name: getattr(self, each.name).to(device) for each in fields(self)})
 
     def layout(self, num_seqs: int) -> StepLayout:
@@ -117,7 +117,7 @@ class DecodeSteps:
         self._block_size = block_size
         self._logits = logits
         self._host = _Inputs.allocate(buckets[-1], max_blocks, pin=logits.device.type == "cuda")
-        self._device = self._host.to(logits.device)
+        self._device = self._host if logits.device.type == "cpu" else self._host.to(logits.device)
         self._arrays: dict[str, npt.NDArray[np.int64]] = {
             each.name: getattr(self._host, each.name).numpy() for each in fields(self._host)
         }
