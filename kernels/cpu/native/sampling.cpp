@@ -8,6 +8,7 @@
 // vocab <= 2^21 and num_top <= vocab. A row is one thread's work.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "op.h"
 #include "sampling_penalties.h"
@@ -59,8 +60,6 @@ struct Memory {
         take(memory.select.buckets, int64_t{kTables} << kBucketBits);
         return used;
     }
-
-    uint32_t *keys() const { return reinterpret_cast<uint32_t *>(values); }
 };
 
 struct Filters {
@@ -90,17 +89,15 @@ int64_t gather(const Scaled<T> &row, int64_t count, float bound, float gap, cons
     return num;
 }
 
-void make_keys(const Memory &memory, int64_t num) {
-    for (int64_t i = 0; i < num; ++i) {
-        uint32_t key = key_of(memory.values[i]);
-        memcpy(memory.values + i, &key, sizeof key);
-    }
-}
-
 int64_t one(int64_t) { return 1; }
 
 // Weights that are close enough to a threshold to need the exact comparison differ by less than this in their logarithm.
 constexpr float kSlack = 0.01f;
+
+// Sets the weights of candidates with lower keys to 0. No branches: they would be mispredicted.
+void keep_down_to(uint32_t least, const uint32_t *keys, int64_t *weights, int64_t start, int64_t end) {
+    for (int64_t i = start; i < end; ++i) weights[i] &= -static_cast<int64_t>(keys[i] >= least);
+}
 
 // The weights of the candidates that are left, and their keys; those of removed ones are 0. Returns how many there are.
 int64_t filter(const Scaled<float> &row, int64_t count, const Filters &filters, const Memory &memory) {
@@ -121,30 +118,27 @@ int64_t filter(const Scaled<float> &row, int64_t count, const Filters &filters, 
         Vec weight = exp(load(memory.values + i) - largest);
         store_fixed(memory.weights + i, keep_at_least(weight, min_p));
     }
-    make_keys(memory, num);
-    const uint32_t *keys = memory.keys();
+    const uint32_t *keys = make_keys(memory.values, num);
     int64_t *weights = memory.weights;
     if (filters.top_k && num > filters.top_k) {
         uint32_t least = keys[select(keys, num, filters.top_k, one, memory.select)];
-        for (int64_t i = 0; i < num; ++i) weights[i] = keys[i] >= least ? weights[i] : 0;
+        keep_down_to(least, keys, weights, 0, num);
     }
     if (filters.top_p < 1.0f) {
-        if (whole == 0)
-            for (int64_t i = 0; i < num; ++i) whole += weights[i];
-        double limit = std::ceil(static_cast<double>(filters.top_p) * static_cast<double>(whole));
+        if (whole == 0) whole = std::accumulate(weights, weights + num, int64_t{0});
+        auto limit = static_cast<int64_t>(std::ceil(static_cast<double>(filters.top_p) * static_cast<double>(whole)));
         int64_t last = select(
-            keys, num, std::max<int64_t>(1, static_cast<int64_t>(limit)), [=](int64_t i) { return weights[i]; },
-            memory.select);
-        for (int64_t i = 0; i < num; ++i)
-            weights[i] = keys[i] > keys[last] || (keys[i] == keys[last] && i <= last) ? weights[i] : 0;
+            keys, num, std::max<int64_t>(1, limit), [=](int64_t i) { return weights[i]; }, memory.select);
+        keep_down_to(keys[last], keys, weights, 0, last + 1);
+        keep_down_to(keys[last] + 1, keys, weights, last + 1, num);
     }
     return num;
 }
 
 int64_t draw_filtered(const Scaled<float> &row, int64_t count, const Filters &filters, uint64_t random,
                       const Memory &memory) {
-    int64_t num = filter(row, count, filters, memory), whole = 0;
-    for (int64_t i = 0; i < num; ++i) whole += memory.weights[i];
+    int64_t num = filter(row, count, filters, memory);
+    int64_t whole = std::accumulate(memory.weights, memory.weights + num, int64_t{0});
     return memory.ids[first_beyond(memory.weights, num, target_of(random, whole))];
 }
 
@@ -241,8 +235,7 @@ class Sampler {
         if (num_top <= 0) return;
         float bound = bound_of_largest(logits, vocab_size_, num_top, memory_.values, memory_.select);
         int64_t num = gather(row, vocab_size_, bound, -std::numeric_limits<float>::infinity(), memory_);
-        make_keys(memory_, num);
-        const uint32_t *keys = memory_.keys();
+        const uint32_t *keys = make_keys(memory_.values, num);
         int64_t last = select(keys, num, num_top, one, memory_.select), num_kept = 0;
         // Ascending in this order: descending values, then ascending ids.
         auto order = reinterpret_cast<uint64_t *>(memory_.weights);

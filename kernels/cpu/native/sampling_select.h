@@ -17,18 +17,27 @@ constexpr float kLowest = std::numeric_limits<float>::lowest(), kHighest = std::
 inline Vec finite(Vec x) { return min(max(x, splat(kLowest)), splat(kHighest)); }
 inline float finite(float x) { return x >= kLowest ? std::min(x, kHighest) : kLowest; }
 
-// Ascends with x; equal for -0 and 0.
+// Ascends with x; equal for -0 and 0. Without branches, which random signs would make expensive.
 inline uint32_t key_of(float x) {
     x += 0.0f;
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+    return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 inline float value_of(uint32_t key) {
-    uint32_t bits = key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu);
+    uint32_t bits = key ^ (static_cast<uint32_t>(static_cast<int32_t>(~key) >> 31) | 0x80000000u);
     float x;
     memcpy(&x, &bits, 4);
     return x;
+}
+
+// The keys of `num` floats, written in their place.
+inline uint32_t *make_keys(float *values, int64_t num) {
+    for (int64_t i = 0; i < num; ++i) {
+        uint32_t key = key_of(values[i]);
+        memcpy(values + i, &key, 4);
+    }
+    return reinterpret_cast<uint32_t *>(values);
 }
 
 constexpr int kBucketBits = 10;
@@ -41,20 +50,34 @@ struct SelectMemory {
     int64_t *buckets;  // [kTables, 2^kBucketBits]
 };
 
-// The bucket of a key, counted from the largest key down.
-struct BucketOf {
+struct KeyRange {
+    uint32_t lowest, highest;
+};
+
+// The bucket of a key, counted from the largest key down: by the value's distance from the largest. Spreads what a model
+// computes well, but not every range can be divided like this.
+struct BucketsOfValues {
+    float highest, scale;
+
+    explicit BucketsOfValues(KeyRange range)
+        : highest(value_of(range.highest)), scale(((1 << kBucketBits) - 1) / (highest - value_of(range.lowest))) {}
+    static bool can_divide(KeyRange range) {
+        float span = value_of(range.highest) - value_of(range.lowest);
+        return span > 1e-30f && span < 1e30f;
+    }
+    uint32_t operator()(uint32_t key) const { return static_cast<uint32_t>(static_cast<int32_t>((highest - value_of(key)) * scale)); }
+};
+
+// By the key's distance: each bucket has a range 2^kBucketBits times smaller.
+struct BucketsOfKeys {
     uint32_t highest;
     int shift;
 
-    BucketOf(uint32_t lowest, uint32_t highest) : highest(highest), shift(0) {
-        uint32_t range = highest - lowest;
-        if (range >> kBucketBits) shift = 32 - __builtin_clz(range) - kBucketBits;
+    explicit BucketsOfKeys(KeyRange range) : highest(range.highest), shift(0) {
+        uint32_t span = range.highest - range.lowest;
+        if (span >> kBucketBits) shift = 32 - __builtin_clz(span) - kBucketBits;
     }
     uint32_t operator()(uint32_t key) const { return (highest - key) >> shift; }
-};
-
-struct KeyRange {
-    uint32_t lowest, highest;
 };
 
 template <class Index>
@@ -69,29 +92,36 @@ KeyRange range_of(const uint32_t *keys, int64_t num, Index index_at) {
 
 // Of the elements index_at(0 .. num - 1): finds the bucket in which the running sum reaches `limit`, takes what lies
 // before it off `limit`, and writes the bucket's indices, in their order. Returns how many there are.
-template <class Index, class Weight>
+template <class BucketOf, class Index, class Weight>
 int64_t narrow_down(const uint32_t *keys, int64_t num, KeyRange range, Index index_at, Weight weight, int64_t &limit,
                     const SelectMemory &memory) {
-    BucketOf bucket_of(range.lowest, range.highest);
-    constexpr int64_t kNumBuckets = int64_t{1} << kBucketBits;
+    constexpr int64_t kNumBuckets = int64_t{1} << kBucketBits, kPiece = 64;
+    BucketOf bucket_of(range);
+    uint32_t buckets[kPiece];
+    // Calls body(j, buckets[j]) for each element; the buckets of a piece are computed by vectors.
+    auto for_each = [&](auto body) {
+        for (int64_t start = 0; start < num; start += kPiece) {
+            int64_t count = std::min(kPiece, num - start);
+            for (int64_t j = 0; j < count; ++j) buckets[j] = bucket_of(keys[index_at(start + j)]);
+            for (int64_t j = 0; j < count; ++j) body(index_at(start + j), buckets[j], j);
+        }
+    };
     memset(memory.buckets, 0, kTables * kNumBuckets * sizeof(int64_t));
-    for (int64_t i = 0; i < num; ++i) {
-        int64_t index = index_at(i);
-        memory.buckets[i % kTables * kNumBuckets + bucket_of(keys[index])] += weight(index);
-    }
-    uint32_t bucket = 0;
-    for (uint32_t last = bucket_of(range.lowest); bucket < last; ++bucket) {
+    for_each([&](int64_t index, uint32_t bucket, int64_t j) {
+        memory.buckets[j % kTables * kNumBuckets + bucket] += weight(index);
+    });
+    uint32_t found = 0;
+    for (uint32_t last = bucket_of(range.lowest); found < last; ++found) {
         int64_t sum = 0;
-        for (int table = 0; table < kTables; ++table) sum += memory.buckets[table * kNumBuckets + bucket];
+        for (int table = 0; table < kTables; ++table) sum += memory.buckets[table * kNumBuckets + found];
         if (sum >= limit) break;
         limit -= sum;
     }
     int64_t num_left = 0;
-    for (int64_t i = 0; i < num; ++i) {
-        int64_t index = index_at(i);
+    for_each([&](int64_t index, uint32_t bucket, int64_t) {
         memory.indices[num_left] = static_cast<int32_t>(index);  // no branch: it would be mispredicted
-        num_left += bucket_of(keys[index]) == bucket;
-    }
+        num_left += bucket == found;
+    });
     return num_left;
 }
 
@@ -108,10 +138,12 @@ int64_t select(const uint32_t *keys, int64_t num, int64_t limit, Weight weight, 
     };
     KeyRange range = range_of(keys, num, own);
     if (range.lowest == range.highest) return reach(own);
-    num = narrow_down(keys, num, range, own, weight, limit, memory);
-    // Each round leaves a range 2^kBucketBits times smaller, so there are four at most.
-    while ((range = range_of(keys, num, listed)).lowest != range.highest)
-        num = narrow_down(keys, num, range, listed, weight, limit, memory);
+    if (BucketsOfValues::can_divide(range))
+        num = narrow_down<BucketsOfValues>(keys, num, range, own, weight, limit, memory);
+    else
+        num = narrow_down<BucketsOfKeys>(keys, num, range, own, weight, limit, memory);
+    while ((range = range_of(keys, num, listed)).lowest != range.highest)  // four rounds at most
+        num = narrow_down<BucketsOfKeys>(keys, num, range, listed, weight, limit, memory);
     return reach(listed);
 }
 
@@ -133,11 +165,7 @@ float bound_of_largest(const T *x, int64_t count, int64_t k, float *maxima, cons
         store(maxima + num, min(most, splat(kHighest)));
         num += kLanes;
     }
-    auto keys = reinterpret_cast<uint32_t *>(maxima);
-    for (int64_t i = 0; i < num; ++i) {
-        uint32_t key = key_of(maxima[i]);
-        memcpy(keys + i, &key, 4);
-    }
+    const uint32_t *keys = make_keys(maxima, num);
     return value_of(keys[select(keys, num, k, [](int64_t) { return int64_t{1}; }, memory)]);
 }
 
