@@ -22,17 +22,18 @@ from tandem.cluster.model_cache import cache_folder
 from tandem.cluster.model_source import DtypeChoice, resolve_model
 from tandem.cluster.tune_table import report_as_json, show_report
 from tandem.kernels.autotune import TunableOps, TuningReport, tune
-from tandem.kernels.cpu.build import BuildError
-from tandem.kernels.ops import Ops, load_ops
+from tandem.kernels.ops import Ops
 from tandem.kernels.tuning_cache import TUNING_FILE, TuningCacheError, export_results, import_results
+from tandem.workers.backend import create_ops
 from tandem.workers.errors import UserError
 from tandem.workers.models.checkpoint import load_weights
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.warm_up import WarmUp, tuning_workload
 
-BACKENDS = {"cpu": "cpu", "cuda": "triton"}
+MAX_NOISE = 0.1
+"""What a worker measured while the machine was busier than that is measured again."""
 
-LoadOps = Callable[[str], Ops]
+CreateOps = Callable[[str], Ops]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class TuneRequest:
     as_json: bool = False
 
 
-def run_tune(request: TuneRequest, *, load: LoadOps = load_ops, console: Console | None = None) -> None:
+def run_tune(request: TuneRequest, *, create: CreateOps = create_ops, console: Console | None = None) -> None:
     """Tune (or import), export if asked to, and print what came of it. Raises `UserError`."""
     console = console or Console()
     path = cache_folder() / TUNING_FILE
@@ -57,7 +58,7 @@ def run_tune(request: TuneRequest, *, load: LoadOps = load_ops, console: Console
     with _display() as display:
         warm_up = WarmUp(display.tell)
         with warm_up.phase("preparing kernels"):
-            ops, tunable_ops = _load_tunable(load)
+            ops, tunable_ops = _create_tunable(create)
         device = tunable_ops.device_key()
         try:
             if request.import_from is not None:
@@ -81,15 +82,11 @@ def default_num_threads() -> int:
     return max(1, len(psutil.Process().cpu_affinity() or ()) // 2)
 
 
-def _load_tunable(load: LoadOps) -> tuple[Ops, TunableOps]:
+def _create_tunable(create: CreateOps) -> tuple[Ops, TunableOps]:
     """The backend of this machine, as what it is and as what can be tuned."""
-    name = BACKENDS[resolve_device("auto")]
-    try:
-        ops = load(name)
-    except (BuildError, ValueError) as error:
-        raise UserError(f"there is nothing to tune: {error}") from error
+    ops = create(resolve_device("auto"))
     if not isinstance(ops, TunableOps):
-        raise UserError(f"there is nothing to tune: the backend {name} has no choices to make")
+        raise UserError(f"there is nothing to tune: the backend {ops.name!r} has no choices to make")
     return ops, ops
 
 
@@ -98,10 +95,10 @@ def _tune_model(
 ) -> TuningReport:
     """Load the model as a worker would, with the limits that `tandem serve` has without flags, and tune for it."""
     with warm_up.phase("finding the model"):
-        model = resolve_model(request.model, dtype=request.dtype)
+        model = resolve_model(request.model, dtype=request.dtype, device=resolve_device("auto"))
         limits = resolve(load_config({"model": request.model, "dtype": request.dtype}, None), model)
     with warm_up.phase("loading weights"), torch.inference_mode():
-        weights = load_weights(model.folder, model.config, getattr(torch, model.dtype))
+        weights = load_weights(model.folder, model.config, getattr(torch, model.dtype)).to(limits.device)
         decoder = Decoder(model.config, weights, ops, limits.max_model_len)
         del weights
     workload = tuning_workload(
@@ -126,6 +123,7 @@ def _tune_model(
             deadline_s=request.deadline_s,
             progress=show,
             force=request.force,
+            max_noise=MAX_NOISE,
         )
 
 

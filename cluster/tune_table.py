@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,15 +17,18 @@ from tandem.workers.warm_up import Phase
 
 CLOSE = 0.05
 """Candidates up to this much slower than the fastest are marked."""
+MAX_WIDTH = 1000
 LEGEND = "> chosen   * fastest   ~ within 5 % of it   - not available or not measured"
 
 
 def show_report(console: Console, report: TuningReport, device: DeviceKey, path: Path, phases: Sequence[Phase]) -> None:
     """Print all tables and a summary."""
-    for results in _groups(report):
-        table = _table(results)
-        wide_enough = max(console.width, console.measure(table).maximum)
-        console.print(table, width=wide_enough, soft_wrap=True)
+    tables = [_table(results) for results in _groups(report)]
+    unbounded = console.options.update(max_width=MAX_WIDTH)
+    widths = [Measurement.get(console, unbounded, table).maximum for table in tables]
+    console.width = max(console.width, *widths, 0)  # a wrapped line can be read, a cut one cannot
+    for table in tables:
+        console.print(table)
         console.print()
     for line in _summary(report, device, path, phases):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

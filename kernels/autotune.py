@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -100,15 +101,17 @@ def tune(
     deadline_s: float,
     progress: Progress,
     force: bool = False,
+    max_noise: float = inf,
     clock: Clock = time.perf_counter,
 ) -> TuningReport:
     """Choose a candidate for each tunable: from the cache file where it knows, else by measuring.
 
     `deadline_s` bounds it all, waiting for another process that tunes included; one call of an op may overrun it. What
-    could not be measured by then keeps its default. `force` measures everything anew. Results are written to
-    `cache_path` (None: nowhere) as they come; a file that cannot be read or written costs a warning, nothing else.
+    could not be measured by then keeps its default. `force` measures everything anew. What the file knows from a busier
+    moment than `max_noise` is measured again, and the less noisy result stays. Results are written to `cache_path`
+    (None: nowhere) as they come; a file that cannot be read or written costs a warning, nothing else.
     """
-    return _Tuning(tunables, device, cache_path, deadline_s, progress, clock).run(force=force)
+    return _Tuning(tunables, device, cache_path, deadline_s, progress, max_noise, clock).run(force=force)
 
 
 class _Tuning:
@@ -119,16 +122,19 @@ class _Tuning:
         cache_path: Path | None,
         deadline_s: float,
         progress: Progress,
+        max_noise: float,
         clock: Clock,
     ) -> None:
         self._tunables = tunables
         self._device = device
         self._cache_path = cache_path
         self._progress = progress
+        self._max_noise = max_noise
         self._clock = clock
         self._began = clock()
         self._deadline = self._began + deadline_s
         self._results: dict[TuningKey, TuningResult] = {}
+        self._noisy: dict[TuningKey, TuningResult] = {}
         self._unsaved: dict[TuningKey, Remembered] = {}
         self._saved_at = self._began
 
@@ -144,7 +150,8 @@ class _Tuning:
                     if not force:
                         self._recall()  # whoever tuned before us may have written it
                     self._measure_missing()
-        results = [self._results.get(one.key) or _unmeasured(one, "default") for one in self._tunables]
+        known = self._noisy | self._results
+        results = [known.get(one.key) or _unmeasured(one, "default") for one in self._tunables]
         return TuningReport(tuple(results), self._clock() - self._began)
 
     def _missing(self) -> list[Tunable]:
@@ -159,7 +166,8 @@ class _Tuning:
             old = remembered.get(tunable.key)
             offered = {candidate.name: candidate for candidate in tunable.candidates}
             if old and old.choice in offered and offered.keys() <= {*old.seconds, *old.unavailable}:
-                self._results[tunable.key] = TuningResult(
+                where = self._results if old.noise <= self._max_noise else self._noisy
+                where[tunable.key] = TuningResult(
                     key=tunable.key,
                     choice=offered[old.choice],
                     source="cache",
@@ -211,6 +219,8 @@ class _Tuning:
             return
         finally:
             tunable.release()
+        if tunable.key in self._noisy and self._noisy[tunable.key].noise <= seen.noise:
+            return
         self._results[tunable.key] = _measured(tunable, seen)
         self._unsaved[tunable.key] = Remembered(
             choice=seen.winner.name,

@@ -26,7 +26,7 @@ from tandem.kernels.autotune import (
     tune,
 )
 from tandem.kernels.ops import PackedLinear
-from tandem.kernels.tuning_cache import Remembered, TuningLock, merge_results
+from tandem.kernels.tuning_cache import Remembered, TuningLock, merge_results, read_results
 from tandem.kernels.tuning_rounds import MIN_ROUNDS, TIE, Rounds
 
 DEVICE = DeviceKey("a machine", 1, {"torch": "2.13"})
@@ -277,6 +277,31 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert second.results[0].seconds == first.results[0].seconds
     machine.tune(tunable, cache=cache, force=True)
     assert machine.calls != {}
+
+
+def test_what_was_measured_in_a_busy_moment_is_measured_again(tmp_path: Path) -> None:
+    machine, cache = Machine(), tmp_path / "tuning.json"
+    tunables = [machine.tunable({"a": 2e-4, "b": 1.5e-4}, bucket=bucket) for bucket in (1, 2)]
+    busy = Remembered(choice="a", seconds={"a": 1.0, "b": 0.9}, noise=0.2, num_rounds=5)
+    quiet = Remembered(choice="a", seconds={"a": 1.0, "b": 1.0}, noise=0.01, num_rounds=5)
+    merge_results(cache, DEVICE, {key(1): busy, key(2): quiet})
+    assert chosen(machine.tune(*tunables, cache=cache)) == ["a", "a"]
+    assert machine.calls == {}
+    late = machine.tune(*tunables, cache=cache, max_noise=0.1, deadline_s=0)
+    assert [result.source for result in late.results] == ["cache", "cache"]
+    report = machine.tune(*tunables, cache=cache, max_noise=0.1)
+    assert [result.source for result in report.results] == ["measured", "cache"]
+    assert chosen(machine.tune(*tunables, cache=cache)) == chosen(report) == ["b", "a"]
+
+
+def test_an_even_noisier_result_changes_nothing(tmp_path: Path) -> None:
+    machine, cache = Machine(jitter=3.0), tmp_path / "tuning.json"
+    busy = Remembered(choice="a", seconds={"a": 1.0, "b": 0.9}, noise=0.001, num_rounds=5)
+    merge_results(cache, DEVICE, {key(1): busy})
+    report = machine.tune(machine.tunable({"a": 1.5e-4, "b": 1.2e-4}), cache=cache, max_noise=0.0)
+    assert machine.calls != {}
+    assert (chosen(report), report.results[0].source) == (["a"], "cache")
+    assert read_results(cache, DEVICE) == {key(1): busy}
 
 
 def test_another_device_measures_for_itself(tmp_path: Path) -> None:
