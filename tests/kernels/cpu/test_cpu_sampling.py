@@ -173,6 +173,7 @@ WAYS = [
     {"top_k": 5, "temperature": 1e9},
     {"top_k": 900},
     {"top_p": 1e-7},
+    {"top_p": 0.5},
     {"top_p": 0.999999},
     {"min_p": 1.0},
     {"min_p": 1e-40},
@@ -211,7 +212,7 @@ def test_extreme_parameters_match_the_reference(ops: CpuOps, ways: dict[str, flo
 
 @pytest.mark.parametrize("ways", WAYS)
 def test_equals_match_the_reference(ops: CpuOps, ways: dict[str, float]) -> None:
-    for vocab_size in (1, 15, 1003):
+    for vocab_size in (1, 15, 16, 1003):
         logits, inputs, expected = case_of_equals(frozenset(ways.items()), vocab_size)
         assert agreement(ops.sample(logits, inputs), expected, inputs) == 1.0
 
