@@ -1,0 +1,145 @@
+"""Compiling on first use: once, however many ask; with one line that says what to do where it cannot be done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.kernels.cpu import build
+from tandem.kernels.cpu.build import BuildError
+from tandem.workers.backend import create_ops
+
+COUNTING_COMPILER = """#!/bin/sh
+echo "$@" >> {log}
+exec g++ "$@"
+"""
+
+
+def forget() -> None:
+    """What this process knows of compilers and machines; the caches are per process, the tests are not."""
+    for cached in (build.find_compiler, build._compiler_version, build.build_key, build.level_of_this_machine):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder."""
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(build.LEVEL_VARIABLE, raising=False)
+    monkeypatch.delenv(build.COMPILER_VARIABLE, raising=False)
+    forget()
+    yield tmp_path
+    forget()
+
+
+@pytest.fixture
+def compiler_log(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A g++ that writes down its calls."""
+    log, compiler = fresh / "calls", fresh / "counting-g++"
+    compiler.write_text(COUNTING_COMPILER.format(log=log))
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv(build.COMPILER_VARIABLE, str(compiler))
+    monkeypatch.setattr(build, "_COMMON_FLAGS", ("-std=c++17", "-O0", "-fPIC", "-w"))
+    return log
+
+
+PROGRAM = """
+from tandem.kernels.cpu import build
+build._COMMON_FLAGS = ("-std=c++17", "-O0", "-fPIC", "-w")
+print(build.build("plain"))
+"""
+
+
+def test_processes_that_start_together_compile_once(compiler_log: Path) -> None:
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    (library,) = outputs
+    assert Path(library).exists()
+    links = [line for line in compiler_log.read_text().splitlines() if "-shared" in line]
+    assert len(links) == 1
+    calls = compiler_log.read_text()
+    assert str(build.build("plain")) == library
+    assert compiler_log.read_text() == calls + "--version\n"
+
+
+def test_the_key_follows_sources_flags_and_compiler(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = {build.build_key("plain"), build.build_key("avx2")}
+    copy = tmp_path / "native"
+    copy.mkdir()
+    for path in build.source_files():
+        (copy / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(build, "NATIVE", copy)
+    forget()
+    assert build.build_key("plain") in keys
+    (copy / "op.h").write_text((copy / "op.h").read_text() + "// another\n")
+    forget()
+    keys.add(build.build_key("plain"))
+    monkeypatch.setattr(build, "_COMMON_FLAGS", (*build._COMMON_FLAGS, "-g"))
+    forget()
+    keys.add(build.build_key("plain"))
+    assert len(keys) == 4
+
+
+def test_without_a_compiler_the_reference_serves_with_one_warning(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(fresh))
+    with caplog.at_level(logging.WARNING):
+        assert create_ops("cpu").name == "reference"
+    (record,) = caplog.records
+    assert "install g++" in record.getMessage()
+
+
+def test_a_compiler_that_is_named_but_missing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.COMPILER_VARIABLE, "/nowhere/g++")
+    with pytest.raises(BuildError, match=r"/nowhere/g\+\+ \(TANDEM_CXX\) is not there"):
+        build.build("plain")
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_COMMON_FLAGS", ("-fno-such-flag",))
+    with pytest.raises(BuildError, match="no-such-flag"):
+        build.build("plain")
+    assert [path.suffix for path in build.cache_folder().iterdir()] == [".lock"]
+
+
+def test_a_level_that_is_listed_but_refused_is_passed_over(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe dies in a child; the next level is taken."""
+    tried = []
+
+    def can_run(level: str, on_progress: object = None) -> bool:
+        tried.append(level)
+        return level == "plain"
+
+    monkeypatch.setattr(build, "can_run", can_run)
+    assert build.level_of_this_machine() == "plain"
+    assert tried[-1] == "plain"
+    assert tried == [level for level in build.LEVELS if level in tried]
+
+
+def test_a_probe_that_dies_means_no(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "build", lambda level, on_progress=None: Path("any.so"))
+    monkeypatch.setattr(build, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    assert not build.can_run("plain")
+    monkeypatch.setattr(build, "_PROBE", "")
+    assert build.can_run("plain")
+
+
+def test_an_unknown_level_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.LEVEL_VARIABLE, "sse9")
+    with pytest.raises(BuildError, match=r"TANDEM_CPU_LEVEL must be one of amx_bf16, .*'sse9'"):
+        build.level_of_this_machine()
