@@ -34,6 +34,11 @@ class StepCounts:
     eager: int = 0
     """Computed as they came: prompts, and whatever the recorded steps do not cover."""
 
+    def series(self, role: str) -> dict[str, float]:
+        """As counters for /metrics."""
+        values = {"replayed": self.replayed, "replayed_to_logits": self.replayed_to_logits, "eager": self.eager}
+        return {f'steps_total{{role="{role}",how="{how}"}}': float(value) for how, value in values.items()}
+
 
 class ModelRunner:
     """One model, one KV cache, one step at a time.

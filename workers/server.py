@@ -83,6 +83,7 @@ class WorkerServer:
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         torch.set_num_threads(config.num_threads)
         model, kv_cache, runner = await asyncio.to_thread(load_runner, config, WarmUp(self._progress))
+        self._step_counts = runner.counts
         self._progress("connecting")
         self.identity = identity_of(config, model, kv_cache)
         self.engine = Engine(
@@ -134,7 +135,7 @@ class WorkerServer:
             num_waiting=self.engine.num_waiting,
             num_waiting_tokens=self.engine.num_waiting_tokens,
             max_model_len=self.config.max_model_len,
-            counters=self.metrics.counters,
+            counters=self.metrics.counters | self._step_counts.series(self.config.role),
             histograms=self.metrics.take_observations(),
         )
 
