@@ -163,9 +163,12 @@ class Ops(Protocol):
         plan: StepPlan,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """softmax(scale * q k^T) v over the cached tokens at positions p with q_pos - window < p <= q_pos.
+
+        With `softcap` (Gemma 2), softmax(softcap * tanh(scale * q k^T / softcap)).
 
         query [T, H, D] -> [T, H * D]. K and V of this step's tokens must have been written before. Query head h reads
         KV head h // (H / KVH). Slots behind a sequence's context may hold anything, NaN included.
@@ -204,6 +207,7 @@ class QKNorm:
 _BACKENDS = {
     "reference": "tandem.kernels.reference:ReferenceOps",
     "cpu": "tandem.kernels.cpu.backend:CpuOps",
+    "triton": "tandem.kernels.triton.backend:TritonOps",
 }
 """Backend name -> "module:class", imported when asked for: a missing compiler or library concerns only its users."""
 

@@ -164,12 +164,13 @@ class ReferenceOps:
         plan: StepPlan,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(plan, _ReferencePlan)
         if out is None:
             out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        attend(query, kv_cache, layer, plan.attention, scale, window, out)
+        attend(query, kv_cache, layer, plan.attention, scale, window, softcap, out)
         return out
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:

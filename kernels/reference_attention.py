@@ -182,7 +182,14 @@ def _plan_step(
 
 
 def attend(
-    query: Tensor, kv_cache: Tensor, layer: int, plan: AttentionPlan, scale: float, window: int | None, out: Tensor
+    query: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
 ) -> None:
     """Write the attention of every token into its row of out [T, H * D]. query [T, H, D]."""
     num_kv_heads, head_dim = kv_cache.shape[1], kv_cache.shape[5]
@@ -192,14 +199,20 @@ def attend(
         shape = (group.num_seqs, group.num_tiles, plan.tile_len, num_kv_heads, heads_per_group, head_dim)
         tiles = scaled[group.gather].view(shape).permute(0, 3, 1, 2, 4, 5)
         tiles = tiles.reshape(group.num_seqs, num_kv_heads, group.num_tiles, -1, head_dim)  # [S, KVH, tiles, rows, D]
-        result = _attend_group(tiles, kv_cache, layer, plan, group, window)
+        result = _attend_group(tiles, kv_cache, layer, plan, group, window, softcap)
         result = result.view(*shape[:1], num_kv_heads, *shape[1:3], heads_per_group, head_dim).permute(0, 2, 3, 1, 4, 5)
         result = result.reshape(-1, query.shape[1] * head_dim)
         out[group.tokens] = result[group.places].to(out.dtype)
 
 
 def _attend_group(
-    query: Tensor, kv_cache: Tensor, layer: int, plan: AttentionPlan, group: _Group, window: int | None
+    query: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    group: _Group,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Attention of one group's query tiles. query float32 [S, KVH, tiles, rows, D] -> the same shape."""
     num_seqs, num_kv_heads, num_tiles, rows, _ = query.shape
@@ -212,6 +225,8 @@ def _attend_group(
         keys, values = _read_tile(kv_cache, layer, plan, step, num_kv_heads)
         part = (step.seqs, slice(None), step.tiles)
         scores = _multiply(query[part], keys.transpose(-1, -2), plan, "scores")
+        if softcap is not None:
+            _cap(scores, softcap)
         if step.bias is not None:
             scores += step.bias
         new_maximum = torch.maximum(maximum[part], scores.amax(-1, keepdim=True))
@@ -221,6 +236,11 @@ def _attend_group(
         total[part] = (total[part] * decay).add_(weights.sum(-1, keepdim=True))
         result[part] = (result[part] * decay).add_(_multiply(weights, values, plan, "product"))
     return result.div_(total)
+
+
+def _cap(scores: Tensor, softcap: float) -> None:
+    """softcap * tanh(scores / softcap), in place. By `exp`, whose bits do not depend on an element's place."""
+    scores.mul_(2.0 / softcap).exp_().add_(1.0).reciprocal_().mul_(-2.0 * softcap).add_(softcap)
 
 
 def _read_tile(
