@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.cluster.config import load_config, resolve, resolve_device
 from tandem.cluster.model_cache import cache_folder
@@ -154,6 +154,6 @@ def _display() -> Iterator[_Display]:
     if not sys.stderr.isatty():
         yield _Display()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield _BarDisplay(progress)

@@ -6,7 +6,7 @@
    twin. A sample is the fastest of three runs of calls, each about `RUN_S` long: on a busy machine one of them meets a
    scheduler's slice, hardly all. A candidate's score is the median over the rounds of its time divided by the median
    of that round: whatever slowed the whole round down drops out. After `FIRST_ROUNDS` those above `HOPELESS` times the
-   fastest are out, too.
+   fastest are out, too, unless that may be noise.
 3. Noise is what the twin shows against its original: the distance of the median ratio from 1, plus two standard errors
    of that median.
 4. The winner is the first candidate, in the fixed order, within max(`TIE`, noise) of the fastest.
@@ -38,8 +38,10 @@ RUN_S = 0.4e-3
 NUM_RUNS = 3
 LONG_CALL_S = 10e-3
 """A call of this length is a sample of its own: it contains slices anyway, and nobody wants to wait for three."""
-SHORTEST_CALL_S = 1e-6
-"""A clock may see less, even nothing."""
+LEAST_CALL_S = 1e-6
+"""Calls are not repeated more often than if they took so long."""
+SHORTEST_S = 1e-9
+"""A clock may see nothing at all."""
 
 
 class NotMeasured(Exception):
@@ -102,9 +104,12 @@ class Rounds:
         return next(place for place, gap in enumerate(self._gaps()) if gap <= tolerance)
 
     def is_clear(self) -> bool:
-        """Whether more rounds would hardly change the winner: nobody up to him is a toss-up."""
+        """Whether more rounds would hardly change the winner: nobody up to him is a toss-up.
+
+        Never so while the noise is above `TIE`.
+        """
         noise = self.noise()
-        return noise <= TIE and all(abs(gap - TIE) > noise for gap in self._gaps()[: self.winner() + 1])
+        return all(abs(gap - TIE) > noise for gap in self._gaps()[: self.winner() + 1])
 
     def _gaps(self) -> list[float]:
         """How much slower than the fastest each candidate is, relative."""
@@ -164,7 +169,7 @@ class _Stopwatch:
             for _ in range(num_calls):
                 call()
             fastest = min(fastest, self._timer() - began)
-        return fastest / num_calls
+        return max(fastest / num_calls, SHORTEST_S)
 
 
 def _prepare(tunable: Tunable, stopwatch: _Stopwatch) -> tuple[list[_Runner], tuple[str, ...]]:
@@ -187,7 +192,7 @@ def _prepare(tunable: Tunable, stopwatch: _Stopwatch) -> tuple[list[_Runner], tu
 
 def _run_rounds(live: list[_Runner], fastest: _Runner, stopwatch: _Stopwatch, enough_at: float) -> Measurement:
     """At least `MIN_ROUNDS`. Raises `NotMeasured` where there is no time for them."""
-    num_calls = ceil(RUN_S / max(fastest.alone_s, SHORTEST_CALL_S))
+    num_calls = ceil(RUN_S / max(fastest.alone_s, LEAST_CALL_S))
     num_runs = NUM_RUNS if fastest.alone_s < LONG_CALL_S else 1
     rounds = Rounds(len(live), live.index(fastest))
     dropped: dict[str, float] = {}
@@ -215,7 +220,7 @@ def _run_rounds(live: list[_Runner], fastest: _Runner, stopwatch: _Stopwatch, en
 def _split(live: list[_Runner], fastest: _Runner, rounds: Rounds) -> tuple[list[_Runner], dict[str, float]]:
     """Who stays, and the seconds of those who do not: `rounds` forgets them."""
     seconds = rounds.seconds()
-    limit = HOPELESS * min(seconds)
+    limit = (HOPELESS + 2 * rounds.noise()) * min(seconds)
     stay = [place for place, one in enumerate(seconds) if one <= limit or live[place] is fastest]
     rounds.keep(stay)
     slow = {runner.candidate.name: seconds[place] for place, runner in enumerate(live) if place not in stay}
