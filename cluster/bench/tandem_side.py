@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from tandem.cluster.actors import worker_environment
+from tandem.cluster.config import TUNING_DEADLINE_S
+from tandem.cluster.model_cache import cache_folder
 from tandem.kernels.capture import Captured
 from tandem.kernels.ops import StepLayout, StepPlan
 from tandem.kernels.reference import ReferenceOps
+from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine, StepOutput, StepTimes
@@ -74,6 +77,8 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         max_num_batched_tokens=options.chunk,
         kv_cache_memory_bytes=blocks * block_size * model.kv_elements_per_token * torch.bfloat16.itemsize,
         num_threads=len(options.cores),
+        tuning_file=cache_folder() / TUNING_FILE,
+        tuning_deadline_s=TUNING_DEADLINE_S,
     )
 
 
@@ -84,7 +89,8 @@ class TandemSide:
         self._config = config
         loaded: tuple[ModelConfig, KVCache, ModelRunner] = load_runner(config)
         self._model, self._kv_cache, self._runner = loaded
-        self._kv_cache.tensor.normal_()
+        with torch.inference_mode():
+            self._kv_cache.tensor.normal_()
         self._blocks_per_seq = -(-config.max_model_len // config.block_size)
 
     def decode(self, streams: int, context: int, steps: int, warm_up: int, seed: int) -> dict[str, Any]:

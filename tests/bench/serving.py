@@ -55,6 +55,8 @@ class Server:
     command: Callable[[int, int], list[str]]
     """(port, another free port) -> command line."""
     environment: dict[str, str]
+    ready_path: str
+    """Answers 200 once requests can be served."""
     has_admin_port: bool = False
 
 
@@ -63,7 +65,7 @@ def tandem_server(arguments: list[str]) -> Server:
         ports = ["--port", str(port), "--admin-port", str(admin_port)]
         return [*TANDEM, "serve", MODEL, "--prefill", "1", "--decode", "1", *ports, *arguments]
 
-    return Server("tandem, 1 P + 1 D", command, {}, has_admin_port=True)
+    return Server("tandem, 1 P + 1 D", command, {}, "/ready", has_admin_port=True)
 
 
 def vllm_server(python: Path, cores: str, folder: Path, scratch: Path) -> Server:
@@ -85,7 +87,7 @@ def vllm_server(python: Path, cores: str, folder: Path, scratch: Path) -> Server
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return Server(f"vLLM CPU, cores {cores}", command, environment)
+    return Server(f"vLLM CPU, cores {cores}", command, environment, "/health")
 
 
 TANDEM = [sys.executable, "-P", "-c", "from tandem.cluster.cli import main; main()"]
@@ -107,7 +109,7 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, str]]:
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, f"{url}/v1/models", log)
+        _wait_ready(process, url + server.ready_path, log)
         yield url, f"http://127.0.0.1:{other}"
     finally:
         _stop(process)
@@ -163,6 +165,7 @@ def show(results: dict[tuple[float, str], list[dict[str, Any]]], names: list[str
 def _cells(runs: list[dict[str, Any]]) -> str:
     summaries = [run["summary"] for run in runs]
     total = sum(one["num_ok"] + one["num_failed"] for one in summaries)
+    failed = sum(one["num_failed"] for one in summaries)
     good = sum(one["goodput"]["good"] for one in summaries)
 
     def latencies(name: str, unit: float, digits: int) -> str:
@@ -174,7 +177,8 @@ def _cells(runs: list[dict[str, Any]]) -> str:
     handovers = [run["handover"]["p50"] for run in runs if run.get("handover")]
     handover = f"{1e3 * sum(handovers) / len(handovers):.1f}" if handovers else ""
     share = f"{good / total:.0%}" if total else "n/a"
-    return f"{total} | {share} | {latencies('ttft', 1, 2)} | {latencies('itl_per_request', 1e3, 0)} | {handover}"
+    requests = f"{total}, {failed} failed" if failed else f"{total}"
+    return f"{requests} | {share} | {latencies('ttft', 1, 2)} | {latencies('itl_per_request', 1e3, 0)} | {handover}"
 
 
 def main() -> None:
@@ -192,7 +196,8 @@ def main() -> None:
                         body = run_rate(server, urls, rate, options.duration, Path(name))
                         results[rate, server.name].append(body)
                         good = body["summary"]["goodput"]["share"]
-                        _note(f"round {number + 1}: {server.name}, {rate:g} req/s: {good:.0%} good")
+                        errors = body["summary"]["errors"] or ""
+                        _note(f"round {number + 1}: {server.name}, {rate:g} req/s: {good:.0%} good {errors}")
     sys.stdout.write("\n".join(show(results, [server.name for server in sides])) + "\n")
 
 
