@@ -7,8 +7,8 @@
    scheduler's slice, hardly all. A candidate's score is the median over the rounds of its time divided by the median
    of that round: whatever slowed the whole round down drops out. After `FIRST_ROUNDS` those above `HOPELESS` times the
    fastest are out, too, unless that may be noise.
-3. Noise is what the twin shows against its original: the distance of the median ratio from 1, plus two standard errors
-   of that median.
+3. Noise is what one candidate shows against itself: the distance of the twin's median ratio from 1, plus `NUM_ERRORS`
+   standard errors of a ratio of two such medians, from the scatter of all samples.
 4. The winner is the first candidate, in the fixed order, within max(`TIE`, noise) of the fastest.
 5. Rounds go on while the noise is above `TIE`, or the gap of anybody up to the winner is within the noise of the limit;
    at most `MAX_ROUNDS`, or until the time is up.
@@ -30,6 +30,8 @@ ABSURD = 4.0
 HOPELESS = 1.5
 TIE = 0.05
 """Smaller gaps come and go with what else uses the memory (README.md): not worth a choice that changes."""
+NUM_ERRORS = 3
+"""With ten candidates, the luckiest of them seems 1.5 errors better than it is."""
 FIRST_ROUNDS = 3
 MIN_ROUNDS = 5
 MAX_ROUNDS = 60
@@ -90,13 +92,14 @@ class Rounds:
         return [score * median(middles) for score in scores]
 
     def noise(self) -> float:
-        """Relative: what one candidate shows against itself."""
-        ratios = [samples[-1] / samples[self._twin_of] for samples in self._rounds]
-        middle = median(ratios)
-        spread = median(abs(ratio - middle) for ratio in ratios)
-        # 1.4826 makes a standard deviation of it, 1.2533 is how much less sure a median is than a mean
-        standard_error = 1.4826 * 1.2533 * spread / sqrt(len(ratios))
-        return abs(middle - 1) + 2 * standard_error
+        """Relative: how far from itself a candidate may seem, by what its twin shows and by how all samples scatter."""
+        pairs = [(samples[-1], samples[self._twin_of]) for samples in self._rounds]
+        gap = abs(median(twin / original for twin, original in pairs) - 1)
+        shares = [[one / median(samples) for one in samples] for samples in self._rounds]
+        spread = median(_spread([share[place] for share in shares]) for place in range(self._num_candidates + 1))
+        # 1.4826 makes a standard deviation of it, 1.2533 is how much less sure a median is than a mean, 2 are compared
+        standard_error = 1.4826 * 1.2533 * sqrt(2) * spread / sqrt(len(shares))
+        return gap + NUM_ERRORS * standard_error
 
     def winner(self) -> int:
         """The first candidate that is not measurably slower than the fastest."""
@@ -115,6 +118,12 @@ class Rounds:
         """How much slower than the fastest each candidate is, relative."""
         seconds = self.seconds()
         return [one / min(seconds) - 1 for one in seconds]
+
+
+def _spread(numbers: Sequence[float]) -> float:
+    """Median distance from the median, relative to it."""
+    middle = median(numbers)
+    return median(abs(number - middle) for number in numbers) / middle
 
 
 @dataclass(slots=True)
