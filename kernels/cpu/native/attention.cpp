@@ -6,6 +6,7 @@
 // numbers: scale, softcap (0: none)
 #include "attention.h"
 #include "attention_tiles.h"
+#include "attention_vectors.h"
 #include "op.h"
 
 namespace tandem {
@@ -13,13 +14,16 @@ namespace tandem {
 void paged_attention(const Op &op, Worker &worker) {
     Attention a(op);
     Pieces pieces(a, worker.count > 1);
+    switch (a.dtype) {
+        case kFloat32: return attention_vectors::attend<float>(a, pieces, worker);
+        case kFloat16: return attention_vectors::attend<fp16>(a, pieces, worker);
+        default:
 #if defined(__AMX_BF16__)
-    if (a.dtype == kBFloat16) {
-        attention_tiles::PieceOnTiles tiles(a, worker);
-        for (int64_t index; (index = worker.take()) < pieces.size();) tiles.run(pieces[index]);
-        return;
-    }
+            return attention_tiles::attend(a, pieces, worker);
+#else
+            return attention_vectors::attend<bf16>(a, pieces, worker);
 #endif
+    }
 }
 
 }  // namespace tandem

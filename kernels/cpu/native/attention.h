@@ -91,16 +91,19 @@ inline Place place_of(const Attention &a, const Piece &piece, int64_t position, 
 // Scratch memory, handed out part by part.
 class Carver {
   public:
-    explicit Carver(void *memory) : at_(static_cast<char *>(memory)) {}
+    // Without memory it only measures.
+    explicit Carver(void *memory) : memory_(static_cast<char *>(memory)) {}
     template <class T>
     T *take(int64_t count) {
-        T *part = reinterpret_cast<T *>(at_);
-        at_ += (count * static_cast<int64_t>(sizeof(T)) + 63) & ~int64_t{63};
+        T *part = memory_ == nullptr ? nullptr : reinterpret_cast<T *>(memory_ + bytes_);
+        bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) & ~int64_t{63};
         return part;
     }
+    int64_t bytes() const { return bytes_; }
 
   private:
-    char *at_;
+    char *memory_;
+    int64_t bytes_ = 0;
 };
 
 }  // namespace tandem
