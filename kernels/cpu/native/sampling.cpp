@@ -45,7 +45,8 @@ struct Memory {
     static int64_t carve(char *base, int64_t vocab_size, int64_t max_history, Memory &memory) {
         int64_t used = 0;
         auto take = [&](auto *&pointer, int64_t num) {
-            pointer = reinterpret_cast<std::decay_t<decltype(pointer)>>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(used));
+            auto address = reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(used);
+            pointer = reinterpret_cast<std::decay_t<decltype(pointer)>>(address);
             used += (num * static_cast<int64_t>(sizeof(*pointer)) + 63) & ~int64_t{63};
         };
         int64_t padded = vocab_size + 2 * kLanes;
@@ -91,26 +92,30 @@ int64_t gather(const Scaled<T> &row, int64_t count, float bound, float gap, cons
 
 int64_t one(int64_t) { return 1; }
 
-// Weights that are close enough to a threshold to need the exact comparison differ by less than this in their logarithm.
+// Candidates are chosen by the logarithm of a weight; this is more than it may be off.
 constexpr float kSlack = 0.01f;
+
+// How far below the largest value a token of interest can be, if top-p is the only filter and the row has this mass:
+// it is removed for certain if even `count` of its kind have less mass than top-p cuts off.
+float gap_of_top_p(float top_p, int64_t whole, int64_t count) {
+    double cut_off = (1.0 - static_cast<double>(top_p)) * static_cast<double>(whole) / kFixedOne;
+    return static_cast<float>(std::log(cut_off / static_cast<double>(count))) - kSlack;
+}
 
 // Sets the weights of candidates with lower keys to 0. No branches: they would be mispredicted.
 void keep_down_to(uint32_t least, const uint32_t *keys, int64_t *weights, int64_t start, int64_t end) {
     for (int64_t i = start; i < end; ++i) weights[i] &= -static_cast<int64_t>(keys[i] >= least);
 }
 
-// The weights of the candidates that are left, and their keys; those of removed ones are 0. Returns how many there are.
+// Gathers candidates, with a weight of 0 for those that a filter removes. Returns how many candidates there are.
 int64_t filter(const Scaled<float> &row, int64_t count, const Filters &filters, const Memory &memory) {
     float bound = kLowest, gap = -std::numeric_limits<float>::infinity();
-    // Whichever of top-k and min-p there is leaves few candidates, which hold all the mass that top-p sees.
-    int64_t whole = 0;
+    int64_t whole = 0;  // the mass that top-p sees; behind another filter the candidates hold all of it
     if (filters.top_k) bound = bound_of_largest(memory.logits, count, filters.top_k, memory.values, memory.select);
     if (filters.min_p > 0.0f) gap = std::log(filters.min_p) - kSlack;
     if (filters.top_k == 0 && filters.min_p == 0.0f) {
-        // A token is behind top-p for certain if even `count` of its kind have less mass than top-p cuts off.
         whole = mass(row, 0, count);
-        double cut = (1.0 - filters.top_p) * static_cast<double>(whole) / kFixedOne / static_cast<double>(count);
-        gap = static_cast<float>(std::log(cut)) - kSlack;
+        gap = gap_of_top_p(filters.top_p, whole, count);
     }
     int64_t num = gather(row, count, bound, gap, memory);
     Vec largest = splat(row.largest()), min_p = splat(filters.min_p);

@@ -23,7 +23,9 @@ constexpr float kFixedOne = 4398046511104.0f;
 inline LaneBits at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 inline LaneBits equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 // a where it is at least that, else 0.
-inline Vec keep_at_least(Vec a, Vec least) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, least.v, _CMP_GE_OQ), a.v)}; }
+inline Vec keep_at_least(Vec a, Vec least) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, least.v, _CMP_GE_OQ), a.v)};
+}
 inline __m512i to_fixed(__m256 x) { return _mm512_cvtps_epi64(x); }
 inline void store_fixed(int64_t *p, Vec weight) {
     __m512 x = (weight * splat(kFixedOne)).v;
@@ -61,7 +63,9 @@ inline LaneBits at_least(Vec a, Vec b) {
 inline LaneBits equal(Vec a, Vec b) {
     return static_cast<LaneBits>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)));
 }
-inline Vec keep_at_least(Vec a, Vec least) { return {_mm256_and_ps(a.v, _mm256_cmp_ps(a.v, least.v, _CMP_GE_OQ))}; }
+inline Vec keep_at_least(Vec a, Vec least) {
+    return {_mm256_and_ps(a.v, _mm256_cmp_ps(a.v, least.v, _CMP_GE_OQ))};
+}
 // In 1.5 * 2^52 + x the last bit of the fraction is worth 1.
 inline __m256i to_fixed(__m128 x) {
     __m256d base = _mm256_set1_pd(6755399441055744.0);

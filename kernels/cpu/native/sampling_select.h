@@ -54,8 +54,8 @@ struct KeyRange {
     uint32_t lowest, highest;
 };
 
-// The bucket of a key, counted from the largest key down: by the value's distance from the largest. Spreads what a model
-// computes well, but not every range can be divided like this.
+// The bucket of a key, counted from the largest key down: by the value's distance from the largest. Spreads what a
+// model computes well, but not every range can be divided like this.
 struct BucketsOfValues {
     float highest, scale;
 
@@ -65,7 +65,9 @@ struct BucketsOfValues {
         float span = value_of(range.highest) - value_of(range.lowest);
         return span > 1e-30f && span < 1e30f;
     }
-    uint32_t operator()(uint32_t key) const { return static_cast<uint32_t>(static_cast<int32_t>((highest - value_of(key)) * scale)); }
+    uint32_t operator()(uint32_t key) const {
+        return static_cast<uint32_t>(static_cast<int32_t>((highest - value_of(key)) * scale));
+    }
 };
 
 // By the key's distance: each bucket has a range 2^kBucketBits times smaller.
