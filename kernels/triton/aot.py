@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from tandem.kernels.triton.aot_jobs import Job, jobs
 from tandem.kernels.triton.device import ARCHITECTURES, Architecture
-from tandem.kernels.triton.launch import Grid, Kernel
+from tandem.kernels.triton.launch import Grid, Kernel, compile_options
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -78,7 +78,7 @@ def compile_job(job: Job, architecture: Architecture) -> Report:
     job.launch(recorder)
     assert recorder.last is not None
     kernel, arguments, meta = recorder.last
-    options = {"num_warps": meta["num_warps"], "num_stages": meta["num_stages"], "enable_fp_fusion": False}
+    options = {"num_stages": meta["num_stages"], "num_warps": meta["num_warps"], **compile_options(meta["num_warps"])}
     target = GPUTarget("cuda", architecture.capability, 32)
     compiled: Any = triton.compile(_source(kernel, arguments, meta), target=target, options=options)
     registers, stack = _resources(compiled.asm["cubin"])

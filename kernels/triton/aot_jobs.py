@@ -150,19 +150,25 @@ def _gate_up(launch: Launch, num_rows: int, dtype: torch.dtype, candidate: Candi
 
 
 def _attention_jobs(chips: Sequence[Architecture], head_dim: int, dtype: torch.dtype, *, quick: bool) -> Iterator[Job]:
+    """Decode steps of few tokens, whose splits are spread over programs, and of many; and a prefill chunk."""
     heads = attention.Heads(32, 8, head_dim, dtype)
-    for kind, candidates_of in (("decode", attention.decode_candidates), ("prefill", attention.prefill_candidates)):
-        offered = _offered(chips, lambda chip, make=candidates_of: make(heads, chip), quick=quick)  # type: ignore[misc]
-        for candidate, capabilities in offered.items():
-            run = partial(_attention, heads=heads, num_tokens=8 if kind == "decode" else 512, candidate=candidate)
-            name = f"attention {kind} {head_dim} {_short(dtype)}"
-            yield Job(name, candidate.name, run, dtype != torch.float32, capabilities)
+    decode, prefill = attention.decode_candidates, attention.prefill_candidates
+    for kind, num_tokens, candidates_of in (("decode", 8, decode), ("decode", 64, decode), ("prefill", 512, prefill)):
+        for chip in chips:
+            candidates = candidates_of(heads, chip)
+            for candidate in candidates[:1] if quick else candidates:
+                run = partial(_attention, heads=heads, num_tokens=num_tokens, candidate=candidate, chip=chip)
+                name = f"attention {kind} {head_dim} {_short(dtype)} {num_tokens} tokens"
+                yield Job(name, candidate.name, run, dtype != torch.float32, frozenset({chip.capability}))
 
 
-def _attention(launch: Launch, heads: attention.Heads, num_tokens: int, candidate: Candidate) -> None:
+def _attention(
+    launch: Launch, heads: attention.Heads, num_tokens: int, candidate: Candidate, chip: Architecture
+) -> None:
     """With softcap and window, which need the most registers."""
     query = _empty(num_tokens, heads.num_heads, heads.head_dim, dtype=heads.dtype)
     out = _empty(num_tokens, heads.num_heads * heads.head_dim, dtype=heads.dtype)
     workspace = attention.SplitWorkspace(_empty(16, dtype=torch.float32), _empty(16, dtype=torch.int32))
-    cache, layout = _cache(heads.head_dim, heads.dtype), _layout(num_tokens, 8)
-    attention.paged_attention(launch, query, cache, 1, layout, 0.1, 4096, 50.0, out, workspace, candidate)
+    cache = _cache(heads.head_dim, heads.dtype)
+    layout = _layout(num_tokens, 8 if num_tokens == 512 else num_tokens)
+    attention.paged_attention(launch, query, cache, 1, layout, 0.1, 4096, 50.0, out, workspace, candidate, chip)

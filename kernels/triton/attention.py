@@ -21,11 +21,7 @@ from tandem.kernels.triton.launch import (
 )
 from tandem.kernels.tuning import Candidate
 
-SPLIT_LEN = 512
-"""Positions that are attended on their own before they are merged. Decides on the order of sums."""
 _WANTED_PROGRAMS = 256
-_MAX_VALUES = 192
-"""Registers of a thread for results and scores. It has 255."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +42,27 @@ class Heads:
     def padded_dim(self) -> int:
         return max(16, next_power_of_two(self.head_dim))
 
+    def tile(self, architecture: Architecture) -> int:
+        """Positions of one KV tile. Decides on the order of sums: a function of model and chip alone."""
+        is_narrow = self.padded_dim * self.dtype.itemsize <= (128 if architecture.min_rows == 16 else 256)
+        return 64 if is_narrow else 32
+
     @property
-    def tile(self) -> int:
-        """Positions of one KV tile. Decides on the order of sums."""
-        return 64 if self.padded_dim * self.dtype.itemsize <= 256 else 32
+    def split_len(self) -> int:
+        """Positions that are attended on their own before they are merged; 0: all. Decides on the order of sums.
+
+        With heads of more than 128 a second result would not fit into the registers.
+        """
+        return 512 if self.padded_dim <= 128 else 0
+
+    def max_splits(self, layout: StepLayout, block_size: int) -> int:
+        """Of the longest sequence for which the block tables have room."""
+        return ceil_div(layout.block_tables.shape[1] * block_size, self.split_len) if self.split_len else 1
+
+    def num_programs(self, layout: StepLayout, block_size: int) -> int:
+        """Over how many programs the splits of one token and KV head are spread. Only speed depends on it."""
+        wanted = ceil_div(_WANTED_PROGRAMS, layout.slots.shape[0] * self.num_kv_heads)
+        return min(wanted, self.max_splits(layout, block_size))
 
     def partial_elements(self, num_tokens: int, max_splits: int) -> int:
         """float32 elements of workspace for the splits of a decode step."""
@@ -68,22 +81,12 @@ def workspace_for(layout: StepLayout, heads: Heads, block_size: int, buffers: Bu
     """For any step of this shape. Nothing but counters where no splits are spread."""
     num_tokens, device = layout.slots.shape[0], layout.slots.device
     size = 0
-    if is_decode(layout) and num_programs(layout, heads.num_kv_heads, block_size) > 1:
-        size = heads.partial_elements(num_tokens, max_splits(layout, block_size))
+    if is_decode(layout) and heads.num_programs(layout, block_size) > 1:
+        size = heads.partial_elements(num_tokens, heads.max_splits(layout, block_size))
     return SplitWorkspace(
         buffers.get("attention splits", size, torch.float32, device),
         buffers.get("attention counters", num_tokens * heads.num_kv_heads, torch.int32, device),
     )
-
-
-def max_splits(layout: StepLayout, block_size: int) -> int:
-    return ceil_div(layout.block_tables.shape[1] * block_size, SPLIT_LEN)
-
-
-def num_programs(layout: StepLayout, num_kv_heads: int, block_size: int) -> int:
-    """Over how many programs the splits of one token and KV head are spread. Only speed depends on it."""
-    wanted = ceil_div(_WANTED_PROGRAMS, layout.slots.shape[0] * num_kv_heads)
-    return min(wanted, max_splits(layout, block_size))
 
 
 def is_decode(layout: StepLayout) -> bool:
@@ -97,18 +100,26 @@ def _rows(heads: Heads, architecture: Architecture) -> int:
 
 
 def fits(candidate: Candidate, heads: Heads, architecture: Architecture) -> bool:
-    """Whether a candidate runs on a chip without spilling, and in the chip's family of instructions."""
+    """Whether a candidate runs on a chip without spilling, and in the chip's family of instructions.
+
+    A thread has 255 registers. How many may hold results and scores was found by compiling (`aot.py`).
+    """
     rows, num_warps = candidate["block_m"], candidate["num_warps"]
     if heads.dtype.itemsize == 2 and architecture.min_rows > 16 and num_warps % 4:
         return False
-    operands = (rows + 2 * candidate["num_stages"] * heads.tile) * heads.padded_dim * heads.dtype.itemsize
-    # two results (the split's and the whole), scores and weights
-    values = rows * (2 * heads.padded_dim + 2 * heads.tile) // (32 * num_warps)
-    return operands <= architecture.shared_bytes and values <= _MAX_VALUES
+    tile = heads.tile(architecture)
+    operands = (rows + 2 * candidate["num_stages"] * tile) * heads.padded_dim * heads.dtype.itemsize
+    results = 2 if heads.split_len else 1
+    registers = rows * (results * heads.padded_dim + tile) // (32 * num_warps)
+    if architecture.min_rows == 16:
+        limit = 80
+    else:
+        limit = 160 if candidate["num_stages"] == 2 else 144
+    return operands <= architecture.shared_bytes and registers <= limit
 
 
 def decode_candidates(heads: Heads, architecture: Architecture) -> tuple[Candidate, ...]:
-    return _fitting([(_rows(heads, architecture), w, s) for w in (4, 2, 8, 1) for s in (3, 2, 4)], heads, architecture)
+    return _fitting([(_rows(heads, architecture), w, s) for w in (4, 8, 2) for s in (3, 2)], heads, architecture)
 
 
 def prefill_candidates(heads: Heads, architecture: Architecture) -> tuple[Candidate, ...]:
@@ -119,7 +130,9 @@ def prefill_candidates(heads: Heads, architecture: Architecture) -> tuple[Candid
 
 def _fitting(parameters: list[tuple[int, int, int]], heads: Heads, architecture: Architecture) -> tuple[Candidate, ...]:
     candidates = [Candidate.of(block_m=m, num_warps=w, num_stages=s) for m, w, s in dict.fromkeys(parameters)]
-    return tuple(one for one in candidates if fits(one, heads, architecture))
+    fitting = tuple(one for one in candidates if fits(one, heads, architecture))
+    # a group of very many query heads needs more rows than registers hold well: it still runs
+    return fitting or (Candidate.of(block_m=parameters[0][0], num_warps=8, num_stages=2),)
 
 
 def paged_attention(
@@ -134,6 +147,7 @@ def paged_attention(
     out: Tensor,
     workspace: SplitWorkspace,
     candidate: Candidate,
+    architecture: Architecture,
 ) -> None:
     """See `ops.Ops.paged_attention`. query [T, H, D] -> out [T, H * D]."""
     heads = Heads(query.shape[1], kv_cache.shape[1], kv_cache.shape[5], query.dtype)
@@ -149,16 +163,16 @@ def paged_attention(
         "HAS_SOFTCAP": softcap is not None,
         "HEAD_DIM": heads.head_dim,
         "BLOCK_SIZE": block_size,
-        "SPLIT": SPLIT_LEN,
+        "SPLIT": heads.split_len,
         "BLOCK_M": candidate["block_m"],
         "BLOCK_D": heads.padded_dim,
-        "TILE": heads.tile,
+        "TILE": heads.tile(architecture),
         "num_warps": candidate["num_warps"],
         "num_stages": candidate["num_stages"],
     }
     if is_decode(layout):
-        programs = num_programs(layout, heads.num_kv_heads, block_size)
-        sizes = (num_seqs, table_stride, max_splits(layout, block_size))
+        programs = heads.num_programs(layout, block_size)
+        sizes = (num_seqs, table_stride, heads.max_splits(layout, block_size))
         arguments = (*tensors, workspace.partial, workspace.counters, *sizes, *numbers)
         launch(decode_kernel, (num_tokens, heads.num_kv_heads, programs), arguments, IS_SPREAD=programs > 1, **meta)
     else:

@@ -84,7 +84,7 @@ def _attend_split(
 ) -> tl.tensor:
     """(m, l, o) of one split. query [M, D] of rows at `position` [M], from first_position to last_position."""
     dims = tl.arange(0, BLOCK_D)
-    ones = tl.full((TILE, _ONES), 1.0, query.dtype)
+    ones = tl.full((TILE, _ONES), 1.0, tl.float32).to(query.dtype)
     maximum = tl.full((BLOCK_M,), _NO_MAXIMUM, tl.float32)
     totals = tl.zeros((BLOCK_M, _ONES), tl.float32)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -92,7 +92,9 @@ def _attend_split(
     if WINDOW > 0:
         first_visible = tl.maximum(first_position - WINDOW + 1, 0)
         start = tl.maximum(start, first_visible // TILE * TILE)
-    end = tl.minimum(split * SPLIT + SPLIT, last_position + 1)
+    end = last_position + 1
+    if SPLIT > 0:
+        end = tl.minimum(end, split * SPLIT + SPLIT)
     for first in range(start, end, TILE):
         place = first + tl.arange(0, TILE)
         inside = place < end
@@ -113,6 +115,48 @@ def _attend_split(
         result = tl.dot(weights, values, acc=result * decay, input_precision="ieee")
         maximum = new_maximum
     return maximum, tl.max(totals, 1), result  # the columns of totals are equal
+
+
+@triton.jit
+def _attend(
+    query: tl.tensor,
+    kv_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    block_stride: tl.tensor,
+    position: tl.tensor,
+    first_position: tl.tensor,
+    last_position: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """(l, o) over all splits, one after the other. Without splits (SPLIT 0), nothing is ever merged."""
+    if SPLIT == 0:
+        _, total, result = _attend_split(
+            query, kv_ptr, table_ptr, block_stride, position, 0, first_position, last_position,
+            scale, softcap, WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, SPLIT, BLOCK_M, BLOCK_D, TILE,
+        )  # fmt: skip
+    else:
+        first_split = 0
+        if WINDOW > 0:
+            first_split = tl.maximum(first_position - WINDOW + 1, 0) // SPLIT
+        maximum = tl.full((BLOCK_M,), _NO_MAXIMUM, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for split in range(first_split, last_position // SPLIT + 1):
+            part_maximum, part_total, part_result = _attend_split(
+                query, kv_ptr, table_ptr, block_stride, position, split, first_position, last_position,
+                scale, softcap, WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, SPLIT, BLOCK_M, BLOCK_D, TILE,
+            )  # fmt: skip
+            maximum, total, result = _merge(maximum, total, result, part_maximum, part_total, part_result)
+    return total, result
 
 
 @triton.jit(
@@ -162,9 +206,11 @@ def decode_kernel(
     if seq < num_seqs:
         last_position = tl.load(positions_ptr + token).to(tl.int32)
         first_split = 0
-        if WINDOW > 0:
-            first_split = tl.maximum(last_position - WINDOW + 1, 0) // SPLIT
-        num_splits = last_position // SPLIT - first_split + 1
+        num_splits = 1
+        if SPLIT > 0:
+            if WINDOW > 0:
+                first_split = tl.maximum(last_position - WINDOW + 1, 0) // SPLIT
+            num_splits = last_position // SPLIT - first_split + 1
         if program < num_splits:
             row = tl.arange(0, BLOCK_M)
             dims = tl.arange(0, BLOCK_D)
@@ -180,33 +226,30 @@ def decode_kernel(
             home = partial_ptr + (wide_token * tl.num_programs(1) + kv_head) * max_splits * size
             place = home + row[:, None] * (BLOCK_D + 2) + dims[None, :]
             place_of_maximum = home + row * (BLOCK_D + 2) + BLOCK_D
-            maximum = tl.full((BLOCK_M,), _NO_MAXIMUM, tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            is_last = True
-            for index in range(program, num_splits, num_programs):
-                part_maximum, part_total, part_result = _attend_split(
-                    query, kv_ptr, table, block_stride, position, first_split + index, last_position, last_position,
-                    scale, softcap, WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, SPLIT, BLOCK_M, BLOCK_D, TILE,
-                )  # fmt: skip
-                if not IS_SPREAD:
-                    maximum, total, result = _merge(maximum, total, result, part_maximum, part_total, part_result)
-                else:
-                    if num_splits == 1:
-                        maximum, total, result = _merge(maximum, total, result, part_maximum, part_total, part_result)
+            target = out_ptr + wide_token * out_stride + offset
+            if IS_SPREAD:
+                for index in range(program, num_splits, num_programs):
+                    part_maximum, part_total, part_result = _attend_split(
+                        query, kv_ptr, table, block_stride, position, first_split + index, last_position, last_position,
+                        scale, softcap, WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, SPLIT, BLOCK_M, BLOCK_D, TILE,
+                    )  # fmt: skip
+                    if num_splits == 1:  # merged with nothing, it would stay as it is
+                        values = _finish(part_result, part_total).to(out_ptr.dtype.element_ty)
+                        tl.store(target, values, mask=rows_mask)
                     else:
                         tl.store(place + index * size, part_result, mask=(row < GROUP)[:, None], cache_modifier=".cg")
                         tl.store(place_of_maximum + index * size, part_maximum, mask=row < GROUP, cache_modifier=".cg")
                         tl.store(
                             place_of_maximum + index * size + 1, part_total, mask=row < GROUP, cache_modifier=".cg"
                         )
-            if IS_SPREAD:  # noqa: SIM102 (known at compile time, unlike the next)
                 if num_splits > 1:
                     tl.debug_barrier()  # all of this program's stores come before the count
                     counter = counter_ptr + token * tl.num_programs(1) + kv_head
                     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-                    is_last = arrived == tl.minimum(num_splits, num_programs) - 1
-                    if is_last:
+                    if arrived == tl.minimum(num_splits, num_programs) - 1:
+                        maximum = tl.full((BLOCK_M,), _NO_MAXIMUM, tl.float32)
+                        total = tl.zeros((BLOCK_M,), tl.float32)
+                        result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                         for index in range(num_splits):
                             part_result = tl.load(
                                 place + index * size, mask=(row < GROUP)[:, None], other=0.0, cache_modifier=".cg"
@@ -220,9 +263,13 @@ def decode_kernel(
                             maximum, total, result = _merge(
                                 maximum, total, result, part_maximum, part_total, part_result
                             )
+                        tl.store(target, _finish(result, total).to(out_ptr.dtype.element_ty), mask=rows_mask)
                         tl.store(counter, 0)  # ready for the next layer
-            if is_last:
-                target = out_ptr + wide_token * out_stride + offset
+            else:
+                total, result = _attend(
+                    query, kv_ptr, table, block_stride, position, last_position, last_position,
+                    scale, softcap, WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, SPLIT, BLOCK_M, BLOCK_D, TILE,
+                )  # fmt: skip
                 tl.store(target, _finish(result, total).to(out_ptr.dtype.element_ty), mask=rows_mask)
 
 
@@ -285,17 +332,9 @@ def prefill_kernel(
         position = tl.where(is_row, first_position + row // GROUP, -1)
         kv_ptr = kv_cache_ptr + kv_head.to(tl.int64) * head_stride + layer_offset
         table = table_ptr + seq.to(tl.int64) * table_stride
-        first_split = 0
-        if WINDOW > 0:
-            first_split = tl.maximum(first_position - WINDOW + 1, 0) // SPLIT
-        maximum = tl.full((BLOCK_M,), _NO_MAXIMUM, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for split in range(first_split, last_position // SPLIT + 1):
-            part_maximum, part_total, part_result = _attend_split(
-                query, kv_ptr, table, block_stride, position, split, first_position, last_position,
-                scale, softcap, WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, SPLIT, BLOCK_M, BLOCK_D, TILE,
-            )  # fmt: skip
-            maximum, total, result = _merge(maximum, total, result, part_maximum, part_total, part_result)
+        total, result = _attend(
+            query, kv_ptr, table, block_stride, position, first_position, last_position,
+            scale, softcap, WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, SPLIT, BLOCK_M, BLOCK_D, TILE,
+        )  # fmt: skip
         target = out_ptr + token[:, None] * out_stride + offset
         tl.store(target, _finish(result, total).to(out_ptr.dtype.element_ty), mask=rows_mask)

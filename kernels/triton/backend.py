@@ -17,6 +17,7 @@ from tandem.kernels.capture import Captured
 from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
 from tandem.kernels.triton import activation, attention, embedding, linear, norm, rope, sampling
 from tandem.kernels.triton.buffers import Buffers
+from tandem.kernels.triton.device import architecture_of
 from tandem.kernels.triton.graph import GraphRecorder
 from tandem.kernels.triton.launch import CountedLaunch, DeviceLaunch, check_index
 from tandem.kernels.triton.tuning import Tuning, Workbench, device_key
@@ -134,17 +135,8 @@ class TritonOps:
         if query.shape[0]:
             candidate = self._tuning.attention(query, kv_cache, plan.layout, window)
             attention.paged_attention(
-                self._launch,
-                query,
-                kv_cache,
-                layer,
-                plan.layout,
-                scale,
-                window,
-                softcap,
-                out,
-                plan.workspace,
-                candidate,
+                *(self._launch, query, kv_cache, layer, plan.layout, scale, window, softcap, out),
+                *(plan.workspace, candidate, architecture_of(query.device)),
             )
         return out
 

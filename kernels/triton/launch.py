@@ -17,6 +17,15 @@ Kernel = Any
 """What `triton.jit` makes."""
 
 
+def compile_options(num_warps: int) -> dict[str, int | bool | None]:
+    """What every kernel is compiled with.
+
+    Left to itself, the assembler sometimes spills a few registers to fit more threads on a multiprocessor: `maxnreg`
+    tells it that it may use them all (up to 8 warps have 255 each).
+    """
+    return {"enable_fp_fusion": False, "maxnreg": 255 if num_warps <= 8 else None}
+
+
 class Launch(Protocol):
     """Starts `kernel` with its arguments in order, `meta` holding compile-time constants, num_warps, num_stages."""
 
@@ -38,7 +47,7 @@ class DeviceLaunch:
         if 0 in grid:
             return
         self.num_launches += 1
-        kernel[grid](*arguments, enable_fp_fusion=False, **meta)
+        kernel[grid](*arguments, **compile_options(meta["num_warps"]), **meta)
 
 
 def is_interpreted(kernel: Kernel) -> bool:

@@ -186,7 +186,8 @@ class Workbench:
             workspace = attention.workspace_for(layout, heads, block_size, self._buffers)
             scale = heads.head_dim**-0.5
             return lambda candidate, _: attention.paged_attention(
-                self._launch, query, cache, 0, layout, scale, window, None, out, workspace, candidate
+                *(self._launch, query, cache, 0, layout, scale, window, None, out),
+                *(workspace, candidate, architecture_of(self._device)),
             )
 
         return make
