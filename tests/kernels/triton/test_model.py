@@ -1,0 +1,101 @@
+"""A whole model on the GPU backend: the reference's tokens, and its own bits however steps are cut and shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.kernels.ops import Ops
+from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
+from tandem.workers.kv_cache import KVCache
+from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.config import ModelConfig, RopeConfig
+from tandem.workers.models.weights import LayerWeights, ModelWeights
+from tandem.workers.types import SamplingParams
+
+CONFIG = ModelConfig("llama", 131, 64, 96, 2, 6, 2, 32, 1e-5, 512, True, RopeConfig(10000.0))
+BLOCK_SIZE = 8
+BLOCKS_PER_SEQUENCE = 4
+PROMPTS = [[5, 17, 99, 3, 64, 120, 7, 7, 30], [1, 2], [88, 41, 12, 100, 9]]
+
+
+def random_weights(dtype: torch.dtype) -> ModelWeights:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    norm = torch.ones(64, dtype=dtype)
+    layers = tuple(
+        LayerWeights(
+            input_norm=norm,
+            qkv=random(10 * 32, 64),
+            qkv_bias=random(10 * 32),
+            q_norm=torch.ones(32, dtype=dtype),
+            k_norm=torch.ones(32, dtype=dtype),
+            output=random(64, 6 * 32),
+            output_bias=None,
+            post_norm=norm,
+            gate_up=random(192, 64),
+            gate_up_bias=None,
+            down=random(64, 96),
+            down_bias=None,
+        )
+        for _ in range(2)
+    )
+    embedding = random(131, 64) * 2
+    return ModelWeights(embedding, layers, norm, embedding)
+
+
+def make_runner(ops: Ops, dtype: torch.dtype) -> ModelRunner:
+    cache = KVCache(CONFIG, len(PROMPTS) * BLOCKS_PER_SEQUENCE, BLOCK_SIZE, dtype, "cpu")
+    cache.tensor.fill_(float("nan"))
+    return ModelRunner(CONFIG, random_weights(dtype), cache, max_num_seqs=4, max_model_len=32, ops=ops)
+
+
+def item(index: int, tokens: list[int], start: int, end: int) -> BatchItem:
+    """Tokens start to end of sequence `index`; the next one is sampled."""
+    params = SamplingParams(max_tokens=9, seed=index, temperature=(0.0, 1.0, 0.8)[index], top_p=0.9, num_logprobs=2)
+    sample = SampleSpec(params, 0, end, len(PROMPTS[index]), tuple(tokens[:end]))
+    blocks = tuple(range(index * BLOCKS_PER_SEQUENCE, (index + 1) * BLOCKS_PER_SEQUENCE))
+    return BatchItem(tuple(tokens[start:end]), start, blocks, sample)
+
+
+def generate(runner: ModelRunner, indices: list[int], chunk: int, num_steps: int = 2) -> dict[int, list[SampledToken]]:
+    """Prompts in chunks, each by itself; then decode steps of all."""
+    tokens = {index: list(PROMPTS[index]) for index in indices}
+    sampled: dict[int, list[SampledToken]] = {index: [] for index in indices}
+
+    def take(index: int, token: SampledToken | None) -> None:
+        assert token is not None
+        sampled[index].append(token)
+        tokens[index].append(token.token_id)
+
+    for index in indices:
+        prompt = PROMPTS[index]
+        for start in range(0, len(prompt), chunk):
+            end = min(start + chunk, len(prompt))
+            (token,) = runner.execute(Batch((item(index, tokens[index], start, end),)))
+        take(index, token)
+    for _ in range(num_steps):
+        items = tuple(item(index, tokens[index], len(tokens[index]) - 1, len(tokens[index])) for index in indices)
+        for index, token in zip(indices, runner.execute(Batch(items)), strict=True):
+            take(index, token)
+    return sampled
+
+
+def test_tokens_and_logprobs_are_those_of_the_reference(ops: Ops, reference: Ops) -> None:
+    ours, theirs = (generate(make_runner(each, torch.float32), [0, 1, 2], 16) for each in (ops, reference))
+    for index in theirs:
+        assert [one.token_id for one in ours[index]] == [one.token_id for one in theirs[index]]
+        for mine, expected in zip(ours[index], theirs[index], strict=True):
+            assert mine.logprobs is not None
+            assert expected.logprobs is not None
+            assert mine.logprobs.logprob == pytest.approx(expected.logprobs.logprob, abs=1e-4)
+
+
+def test_bits_do_not_depend_on_chunks_or_company(ops: Ops) -> None:
+    together = generate(make_runner(ops, torch.float16), [0, 1, 2], 16)
+    chunked = generate(make_runner(ops, torch.float16), [2, 0], 4)
+    assert chunked == {index: together[index] for index in (2, 0)}

@@ -1,0 +1,175 @@
+"""What surrounds the kernels: rules for candidates, tuning keys, counting of launches, ahead-of-time compilation."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.kernels.ops import Ops, PackedLinear, StepLayout
+from tandem.kernels.triton import activation, attention, linear
+from tandem.kernels.triton.backend import TritonOps
+from tandem.kernels.triton.buffers import Buffers
+from tandem.kernels.triton.device import ARCHITECTURES, Architecture, Tile, fits
+from tandem.kernels.triton.graph import count_ops
+from tandem.kernels.tuning import Candidate, Choices, TunableOps, TuningKey, TuningWorkload
+
+CHIPS = [pytest.param(chip, id=f"sm_{chip.capability}") for chip in ARCHITECTURES.values()]
+TYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_chip_has_candidates_and_all_are_in_its_family(chip: Architecture, dtype: torch.dtype) -> None:
+    for num_rows in (1, 2, 16, 64, 100, 8192):
+        for num_splits in (1, 4):
+            offered = linear.candidates(num_rows, num_splits, dtype, chip)
+            assert len({one.name for one in offered}) == len(offered) > 0
+            if dtype != torch.float32:
+                assert all(one["block_m"] >= chip.min_rows for one in offered)
+        assert activation.candidates(num_rows, dtype, chip)
+    for head_dim in (32, 64, 80, 96, 128, 160, 256):
+        for num_heads, num_kv_heads in ((9, 3), (8, 8), (64, 8), (71, 1)):
+            heads = attention.Heads(num_heads, num_kv_heads, head_dim, dtype)
+            for offered in (attention.decode_candidates(heads, chip), attention.prefill_candidates(heads, chip)):
+                assert all(one["block_m"] >= heads.group for one in offered)
+                assert len(offered) > 0
+
+
+def test_a_candidate_that_does_not_fit_is_dropped() -> None:
+    heads = attention.Heads(32, 8, 128, torch.bfloat16)
+    large, small = ARCHITECTURES[90], ARCHITECTURES[86]
+    deep = Candidate.of(block_m=64, num_warps=8, num_stages=9)
+    assert not attention.fits(deep, heads, large)  # shared memory
+    assert not attention.fits(Candidate.of(block_m=128, num_warps=4, num_stages=2), heads, large)  # registers
+    assert not attention.fits(Candidate.of(block_m=64, num_warps=2, num_stages=2), heads, large)  # family
+    tile = Tile(64, 128, 64, 8, 4)
+    assert fits(tile, large, 2, sums=1, operands=2)
+    assert not fits(tile, small, 2, sums=1, operands=2)  # shared memory
+    assert not fits(Tile(128, 256, 64, 8, 2), large, 2, sums=2, operands=1)  # registers
+    assert not fits(Tile(32, 64, 64, 4, 2), large, 2, sums=1, operands=1)  # family
+
+
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(4096, 4096), (14336, 4096), (576, 960), (64, 64), (1000, 8)]
+)
+def test_splits_cover_the_inner_dimension_once(in_features: int, out_features: int) -> None:
+    num_splits, length = linear.split_inner(in_features, out_features, 64)
+    assert length % 64 == 0
+    assert (num_splits - 1) * length < in_features <= num_splits * length
+
+
+def workload(ops: Ops) -> TuningWorkload:
+    weights: tuple[PackedLinear, ...] = tuple(
+        ops.pack_linear(torch.zeros(64, 64), None) if kind == "linear" else ops.pack_gate_up(torch.zeros(96, 64), None)
+        for kind in ("linear", "gate_up", "linear")
+    )
+    return TuningWorkload(weights, 6, 2, 32, 16, frozenset({None, 64}), "float32", 70, 8, 256)
+
+
+def test_tunables_have_the_keys_that_ops_look_up(make_layout: Callable[..., StepLayout]) -> None:
+    ops = TritonOps()
+    assert isinstance(ops, TunableOps)
+    tunables = {tunable.key: tunable for tunable in ops.tunables(workload(ops))}
+    names = {key.op for key in tunables}
+    assert names == {"linear", "gate_up_silu", "attention_decode", "attention_prefill"}
+    asked: list[TuningKey] = []
+
+    class Asked(Choices):
+        def get(self, key: TuningKey) -> Candidate | None:
+            asked.append(key)
+            return tunables[key].candidates[-1]
+
+    ops.use_choices(Asked({}))
+    x = torch.zeros(70, 64)
+    ops.linear(x, ops.pack_linear(torch.zeros(64, 64), None))
+    ops.gate_up_silu(x, ops.pack_gate_up(torch.zeros(96, 64), None))
+    for sequences in ([(1, 20)], [(3, 20), (2, 9)]):
+        layout = make_layout(sequences, 16)
+        cache = torch.zeros(9, 2, 1, 2, 16, 32)
+        query = torch.zeros(layout.slots.shape[0], 6, 32)
+        ops.paged_attention(query, cache, 0, ops.plan_step(layout, cache, 6), 1.0, 64)
+    assert {key.op for key in asked} == names
+    assert all(key in tunables for key in asked)
+
+
+def test_a_choice_that_is_not_offered_is_not_taken() -> None:
+    """A cache file may come from another version."""
+    ops = TritonOps()
+    strange = Candidate.of(block_m=24, block_n=7, num_warps=3, num_stages=1)
+    key = TuningKey("linear", "64x64", 1, "float32")
+    ops.use_choices(Choices({key: strange}))
+    ops.linear(torch.zeros(1, 64), ops.pack_linear(torch.zeros(64, 64), None))
+
+
+class Counted:
+    """Starts nothing: the interpreter would use torch itself."""
+
+    num_launches = 0
+
+    def __call__(self, kernel: object, grid: tuple[int, ...], arguments: tuple[object, ...], **meta: int) -> None:
+        self.num_launches += 1
+
+
+def test_kernels_are_counted_and_views_and_allocations_are_not() -> None:
+    launch = Counted()
+    ops = TritonOps(launch)
+    x, weight = torch.ones(2, 64), torch.ones(64)
+
+    def step() -> torch.Tensor:
+        first = ops.rms_norm(x, weight, 1e-5)  # one
+        total = first[:1].view(-1) + 1.0  # two
+        return ops.rms_norm(total.view(1, 64), weight, 1e-5).unsqueeze(0)  # three
+
+    result, num_ops = count_ops(step, launch)
+    assert result.shape == (1, 1, 64)
+    assert num_ops == 3
+
+
+def test_without_a_gpu_nothing_is_captured(ops: Ops) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert ops.capture(lambda: 1) is None
+    assert ops.run(lambda: 1) == 1
+
+
+def test_buffers_grow_and_what_they_outgrow_stays() -> None:
+    buffers, cpu = Buffers(), torch.device("cpu")
+    first = buffers.get("use", 100, torch.float32, cpu)
+    assert buffers.get("use", 128, torch.float32, cpu) is first
+    assert buffers.get("other", 1, torch.int32, cpu) is not first
+    second = buffers.get("use", 129, torch.float32, cpu)
+    assert second.numel() == 256
+    assert torch.count_nonzero(second) == 0
+    address = first.data_ptr()
+    del first
+    assert buffers.get("use", 1, torch.float32, cpu) is second
+    assert torch.empty(128).data_ptr() != address
+
+
+def test_kernels_compile_for_chips_that_are_not_here(tmp_path: Path) -> None:
+    """One of each kind with matrix products, for one chip of each family; all candidates: see aot.py."""
+    program = (
+        "import sys\n"
+        "from tandem.kernels.triton.aot import main\n"
+        "status = [main(['--quick', '--arch', chip, '--op', op])\n"
+        "    for chip, op in (('80', 'attention decode'), ('90', 'linear'), ('90', 'add_rms'), ('100', 'gate'))]\n"
+        "sys.exit(max(status))\n"
+    )
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if re.search(r"\| sm_", line)]
+    families = {row[3].strip(): row[8].strip() for row in rows if "rms_norm" not in row[1]}
+    assert families == {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+    assert all(int(row[5]) == 0 and int(row[6]) <= int(row[7]) for row in rows)
+
+
+def test_the_backend_is_imported_only_when_asked_for() -> None:
+    program = "import sys, tandem.kernels.ops as ops; ops.load_ops('reference'); sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == 0
