@@ -113,14 +113,14 @@ def test_within_a_tie_the_first_in_the_fixed_order_wins(gap: float, winner: str)
 
 
 @pytest.mark.parametrize(("jitter", "slices"), [(0.01, 0.0), (0.05, 0.02), (0.1, 0.1)])
-def test_two_hundred_tunings_of_a_noisy_machine_choose_the_same(jitter: float, slices: float) -> None:
+def test_fifty_tunings_of_a_noisy_machine_choose_the_same(jitter: float, slices: float) -> None:
     def one(seed: int) -> list[str]:
         machine = Machine(seed=seed, jitter=jitter, slices=slices)
         real_gap = machine.tunable({"a": 1.1e-4, "b": 1e-4, "c": 1.2e-4})
         no_gap = machine.tunable({"a": 1.002e-4, "b": 1e-4, "c": 1.001e-4}, bucket=2)
         return chosen(machine.tune(real_gap, no_gap))
 
-    assert {tuple(one(seed)) for seed in range(200)} == {("b", "a")}
+    assert {tuple(one(seed)) for seed in range(50)} == {("b", "a")}
 
 
 def test_rounds_go_on_while_it_is_noisy() -> None:
