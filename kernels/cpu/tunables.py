@@ -6,6 +6,7 @@ None of it touches the order of a reduction.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,11 @@ _FEW_ROWS = 32
 
 LINEAR_FEW = tuple(
     Candidate.of(prefetch=prefetch, grain=grain, row_block=512)
-    for prefetch, grain in itertools.product((4096, 2048, 8192, 1024, 0), (1, 8))
+    for prefetch, grain in itertools.product((4096, 16384, 0), (1, 4))
 )
 LINEAR_MANY = tuple(
     Candidate.of(prefetch=prefetch, grain=grain, row_block=row_block)
-    for prefetch, (grain, row_block) in itertools.product(
-        (0, 4096), ((1, 512), (2, 512), (8, 256), (64, 256), (64, 128))
-    )
+    for prefetch, (grain, row_block) in itertools.product((4096, 0), ((1, 512), (4, 512), (4, 256)))
 )
 ATTENTION = tuple(Candidate.of(query_block=size) for size in (32, 16, 64, 128))
 
@@ -47,20 +46,19 @@ def linear_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunable]:
         for bucket in buckets_up_to(workload.max_seqs if is_head else workload.max_rows):
             key = TuningKey(op, shape, bucket, workload.dtype)
             candidates = LINEAR_FEW if bucket <= _FEW_ROWS else LINEAR_MANY
-            yield Tunable(key, candidates, _prepare_linear(ops, weights, bucket))
+            yield Tunable(key, candidates, _prepare_linear(ops, weights, bucket), timer=_timer())
 
 
 def _prepare_linear(ops: CpuOps, weights: Sequence[CpuLinear], rows: int) -> Callable[[Candidate], Callable[[], None]]:
-    """Each run takes the next weight, which by then has left the cache."""
-    some = list(weights)
+    """Each run takes the next weight, whichever candidate's it is: by then it has left the core's own cache."""
+    one = weights[0]
+    x = torch.ones(rows, one.in_features, dtype=one.dtype)
+    out = torch.empty(rows, one.out_features, dtype=one.dtype)
+    turn = itertools.cycle(range(len(weights)))
 
     def prepare(candidate: Candidate) -> Callable[[], None]:
-        one = some[0]
-        x = torch.ones(rows, one.in_features, dtype=one.dtype)
-        out = torch.empty(rows, one.out_features, dtype=one.dtype)
-        replays = [ops.capture(partial(ops.submit_linear, x, packed, out, candidate)).replay for packed in some]
-        turn = itertools.cycle(replays)
-        return lambda: next(turn)()
+        replays = [ops.capture(partial(ops.submit_linear, x, packed, out, candidate)).replay for packed in weights]
+        return lambda: replays[next(turn)]()
 
     return prepare
 
@@ -71,33 +69,31 @@ def attention_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunabl
         if rows >= _FEW_ROWS:
             shape = f"{workload.num_heads}:{workload.num_kv_heads}x{workload.head_dim}"
             key = TuningKey("paged_attention", shape, rows, workload.dtype)
-            yield Tunable(key, ATTENTION, _prepare_attention(ops, workload, rows))
+            yield Tunable(key, ATTENTION, _prepare_attention(ops, workload, rows), timer=_timer())
 
 
 def _prepare_attention(ops: CpuOps, workload: TuningWorkload, rows: int) -> Callable[[Candidate], Callable[[], None]]:
     dtype = getattr(torch, workload.dtype)
     context = min(2 * rows, max(workload.max_context, rows))
     num_blocks = -(-context // workload.block_size)
-    shape = (num_blocks, workload.num_kv_heads, 1, 2, workload.block_size, workload.head_dim)
+    kv_cache = torch.zeros(num_blocks, workload.num_kv_heads, 1, 2, workload.block_size, workload.head_dim, dtype=dtype)
+    query = torch.ones(rows, workload.num_heads, workload.head_dim, dtype=dtype)
+    positions = torch.arange(context - rows, context)
+    tables = torch.arange(num_blocks).unsqueeze(0)
+    layout = StepLayout(positions, positions, torch.tensor([0, rows]), torch.tensor([context]), tables)
+    out = torch.empty(rows, workload.num_heads * workload.head_dim, dtype=dtype)
+    scale = workload.head_dim**-0.5
 
     def prepare(candidate: Candidate) -> Callable[[], None]:
-        kv_cache = torch.zeros(shape, dtype=dtype)
-        query = torch.ones(rows, workload.num_heads, workload.head_dim, dtype=dtype)
-        positions = torch.arange(context - rows, context)
-        layout = StepLayout(
-            positions,
-            positions,
-            torch.tensor([0, rows]),
-            torch.tensor([context]),
-            torch.arange(num_blocks).unsqueeze(0),
-        )
-        out = torch.empty(rows, workload.num_heads * workload.head_dim, dtype=dtype)
-        scale = workload.head_dim**-0.5
-        return ops.capture(
-            lambda: ops.submit_attention(query, kv_cache, 0, StepPlan(layout), scale, None, None, out, candidate)
-        ).replay
+        operands = (query, kv_cache, 0, StepPlan(layout), scale, None, None, out)
+        return ops.capture(partial(ops.submit_attention, *operands, candidate)).replay
 
     return prepare
+
+
+def _timer() -> Callable[[], float]:
+    """One thread's own time, which others who use its core do not lengthen; with several, the time that passes."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def cpu_name() -> str:
