@@ -44,8 +44,9 @@ class Heads:
 
     def tile(self, architecture: Architecture) -> int:
         """Positions of one KV tile. Decides on the order of sums: a function of model and chip alone."""
-        is_narrow = self.padded_dim * self.dtype.itemsize <= (128 if architecture.min_rows == 16 else 256)
-        return 64 if is_narrow else 32
+        if self.dtype.itemsize == 4:  # multiplied by the ordinary units, from registers
+            return 16
+        return 64 if self.padded_dim <= (64 if architecture.min_rows == 16 else 128) else 32
 
     @property
     def split_len(self) -> int:
@@ -111,7 +112,9 @@ def fits(candidate: Candidate, heads: Heads, architecture: Architecture) -> bool
     operands = (rows + 2 * candidate["num_stages"] * tile) * heads.padded_dim * heads.dtype.itemsize
     results = 2 if heads.split_len else 1
     registers = rows * (results * heads.padded_dim + tile) // (32 * num_warps)
-    if architecture.min_rows == 16:
+    if heads.dtype.itemsize == 4:
+        limit = 24
+    elif architecture.min_rows == 16:
         limit = 80
     else:
         limit = 160 if candidate["num_stages"] == 2 else 144
@@ -124,7 +127,7 @@ def decode_candidates(heads: Heads, architecture: Architecture) -> tuple[Candida
 
 def prefill_candidates(heads: Heads, architecture: Architecture) -> tuple[Candidate, ...]:
     least = _rows(heads, architecture)
-    rows = [max(least, wanted) for wanted in (64, 128, 32)]
+    rows = [max(least, wanted) for wanted in ((16,) if heads.dtype.itemsize == 4 else (64, 128, 32))]
     return _fitting([(r, w, s) for r in rows for w in (4, 8) for s in (2, 3)], heads, architecture)
 
 

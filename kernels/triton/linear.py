@@ -216,7 +216,7 @@ _TILES = (
     (128, 256, 8, 3),
 )
 """(BLOCK_M, BLOCK_N, num_warps, num_stages)"""
-_FLOAT32_TILES = ((16, 64, 4, 4), (64, 32, 4, 6))
+_FLOAT32_TILES = ((16, 64, 8, 4), (64, 32, 8, 6))
 """Without matrix units: for tests and small models, and little to gain by tuning."""
 
 

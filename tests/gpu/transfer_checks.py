@@ -1,0 +1,97 @@
+"""KV blocks from GPU memory to GPU memory over NIXL, between two processes: of two GPUs, or of one where there is one.
+
+Run as a script, this file is the source: transfer_checks.py NUM_BLOCKS BLOCK_BYTES DEVICE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from report import Context, Row
+
+from tandem.workers.errors import TransferError, UserError
+from tandem.workers.transfer.backends import create_transfer
+from tandem.workers.transfer.base import KVPoolMemory
+
+_TIMEOUT_S = 20.0
+
+
+def content(num_blocks: int, block_bytes: int, device: str) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes], the same in every process."""
+    words = torch.randint(-(2**62), 2**62, (num_blocks, block_bytes // 8), generator=torch.Generator().manual_seed(1))
+    return words.view(torch.uint8).to(device)
+
+
+def transfer(context: Context) -> Iterator[Row]:
+    tiny = context.is_tiny
+    source, target = "cpu", "cpu"
+    if context.device.type == "cuda":
+        source, target = f"cuda:{torch.cuda.device_count() - 1}", "cuda:0"
+        where = "two GPUs" if source != target else "one GPU, two processes"
+    else:
+        where = "host memory"
+    num_blocks, block_bytes = (4, 4096) if tiny else (256, 4 << 20)
+    command = [sys.executable, __file__, str(num_blocks), str(block_bytes), source]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        if not line:
+            yield Row("transfer", f"NIXL, {where}", "skipped", "the source could not be started (see above)")
+            return
+        yield from asyncio.run(_pull(bytes.fromhex(line), num_blocks, block_bytes, target, where))
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+async def _pull(peer: bytes, num_blocks: int, block_bytes: int, device: str, where: str) -> list[Row]:
+    pool = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+    case = f"NIXL, {where}"
+    try:
+        ours = create_transfer("nixl", KVPoolMemory.of(pool), "reader", 0, pool.device.type)
+    except UserError as error:
+        return [Row("transfer", case, "skipped", str(error))]
+    remote = list(range(0, num_blocks, 2))
+    local = [num_blocks - 1 - block for block in remote]
+    try:
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            await ours.pull(peer, remote, local, timeout_s=_TIMEOUT_S)
+            times.append(time.perf_counter() - began)
+    except TransferError as error:
+        return [Row("transfer", case, "FAILED", str(error))]
+    finally:
+        await ours.close()
+    expected = content(num_blocks, block_bytes, device)
+    is_right = torch.equal(pool[local], expected[remote])
+    rate = len(remote) * block_bytes / min(times) / 1e9
+    size = f"{len(remote)} blocks of {block_bytes >> 10} KiB"
+    return [
+        Row("transfer", f"{case}, bytes", "ok" if is_right else "FAILED", size),
+        Row("transfer", f"{case}, rate", "measured", f"{rate:.1f} GB/s, {min(times) * 1e3:.2f} ms"),
+    ]
+
+
+def main() -> None:
+    num_blocks, block_bytes, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    pool = KVPoolMemory.of(content(num_blocks, block_bytes, device))
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    source = create_transfer("nixl", pool, "source", 0, pool.blocks.device.type)
+    sys.stdout.write(source.describe().hex() + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
