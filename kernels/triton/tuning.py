@@ -101,8 +101,10 @@ def device_key(device: torch.device) -> DeviceKey:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         source.update(path.read_bytes())
     versions["kernels"] = source.hexdigest()[:16]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    return DeviceKey(name, 1, versions)
+    if device.type != "cuda":
+        return DeviceKey("interpreter", 1, versions)
+    versions["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+    return DeviceKey(torch.cuda.get_device_name(device), 1, versions)
 
 
 class Workbench:

@@ -12,6 +12,7 @@ from tandem.kernels.ops import Ops, QKNorm, StepLayout
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 3.2e-2}  # the interpreter rounds bfloat16 down
 ALL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+TWO_TYPES = (torch.float32, torch.bfloat16)
 ROWS = (1, 3, 17)
 
 
@@ -51,7 +52,7 @@ def test_norms_follow_the_reference(ops: Ops, reference: Ops, num_rows: int, wid
 LINEAR_SHAPES = [(64, 64), (96, 70), (600, 33)]
 
 
-@pytest.mark.parametrize("dtype", ALL_TYPES)
+@pytest.mark.parametrize("dtype", TWO_TYPES)
 @pytest.mark.parametrize(("in_features", "out_features"), LINEAR_SHAPES)
 @pytest.mark.parametrize("num_rows", [*ROWS, 70])
 def test_linear_follows_the_reference(
@@ -65,7 +66,7 @@ def test_linear_follows_the_reference(
             assert_close(ops.linear(x, packed), expected)
 
 
-@pytest.mark.parametrize("dtype", ALL_TYPES)
+@pytest.mark.parametrize("dtype", TWO_TYPES)
 @pytest.mark.parametrize(("in_features", "width"), [(64, 48), (100, 130)])
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_gate_up_follows_the_reference(
@@ -92,9 +93,15 @@ def test_products_have_the_same_bits_at_any_number_of_rows(ops: Ops, dtype: torc
         assert torch.equal(ops.gate_up_silu(x[start:stop].clone(), gate_up), activated[start:stop])
 
 
-@pytest.mark.parametrize("dtype", ALL_TYPES)
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *((head_dim, torch.float32) for head_dim in (32, 64, 80, 96, 128, 256)),
+        (96, torch.float16),
+        (64, torch.bfloat16),
+    ],
+)
 def test_rotation_and_kv_write_follow_the_reference(
     ops: Ops,
     reference: Ops,

@@ -99,6 +99,15 @@ def test_penalties_and_logprobs_are_those_of_the_reference(ops: Ops, reference: 
     assert torch.equal(logits, before)
 
 
+def test_every_step_counts_the_history_anew(ops: Ops) -> None:
+    logits = torch.zeros(1, 50)
+    logits[0, 5], logits[0, 6] = 10.0, 9.5
+    one = torch.ones(1)
+    history = Penalties(torch.tensor([[5]]), torch.tensor([0]), torch.tensor([1]), one * 0, one * 0.3, one)
+    inputs = make_inputs(1, temperature=torch.zeros(1), penalties=history)
+    assert [int(ops.sample(logits, inputs).token_ids) for _ in range(3)] == [5, 5, 5]  # twice 0.3 would make it 6
+
+
 @pytest.mark.parametrize("num_top", [0, 50])
 def test_logprobs_without_alternatives_and_with_all(ops: Ops, reference: Ops, num_top: int) -> None:
     logits = random_logits(2, 17)
