@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Ops
+from tandem.kernels.ops import Ops, Sampled, SamplingInputs, StepLayout
+from tandem.kernels.triton.backend import TritonOps
+from tandem.kernels.triton.graph import count_ops
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.config import ModelConfig, RopeConfig
+from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.weights import LayerWeights, ModelWeights
 from tandem.workers.types import SamplingParams
 
@@ -20,7 +26,7 @@ BLOCKS_PER_SEQUENCE = 4
 PROMPTS = [[5, 17, 99, 3, 64, 120, 7, 7, 30], [1, 2], [88, 41, 12, 100, 9]]
 
 
-def random_weights(dtype: torch.dtype) -> ModelWeights:
+def random_weights(dtype: torch.dtype, num_layers: int = CONFIG.num_layers) -> ModelWeights:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -42,7 +48,7 @@ def random_weights(dtype: torch.dtype) -> ModelWeights:
             down=random(64, 96),
             down_bias=None,
         )
-        for _ in range(2)
+        for _ in range(num_layers)
     )
     embedding = random(131, 64) * 2
     return ModelWeights(embedding, layers, norm, embedding)
@@ -99,3 +105,33 @@ def test_bits_do_not_depend_on_chunks_or_company(ops: Ops) -> None:
     together = generate(make_runner(ops, torch.float16), [0, 1, 2], 16)
     chunked = generate(make_runner(ops, torch.float16), [2, 0], 4)
     assert chunked == {index: together[index] for index in (2, 0)}
+
+
+class Counted:
+    """Starts nothing and counts."""
+
+    num_launches = 0
+
+    def __call__(self, kernel: object, grid: tuple[int, ...], arguments: tuple[object, ...], **meta: int) -> None:
+        self.num_launches += 1
+
+
+def test_a_decode_step_is_eight_kernels_per_layer_and_six_around_them(make_layout: Callable[..., StepLayout]) -> None:
+    """As many layers as Qwen2.5-1.5B has; from token ids to sampled token ids."""
+    config = replace(CONFIG, num_layers=28)
+    launch = Counted()
+    ops = TritonOps(launch)
+    decoder = Decoder(config, random_weights(torch.float32, 28), ops, 32)
+    decoder.reserve(2)
+    cache = torch.zeros(4, 2, 28, 2, BLOCK_SIZE, 32)
+    layout, token_ids, logits = make_layout([(1, 3), (1, 9)], BLOCK_SIZE), torch.tensor([1, 2]), torch.zeros(2, 131)
+    rows, real = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    inputs = SamplingInputs(real, rows, real + 1, real, rows, rows, rows)
+
+    def step() -> Sampled:
+        plan = ops.plan_step(layout, cache, config.num_heads)
+        return ops.sample(decoder.logits(decoder.forward(token_ids, cache, plan), out=logits), inputs)
+
+    step()  # allocates what steps share
+    _, num_ops = count_ops(step, launch)
+    assert num_ops == 8 * 28 + 6
