@@ -126,20 +126,27 @@ def _matrix_jobs(chips: Sequence[Architecture], dtype: torch.dtype, *, quick: bo
     """Few rows, whose splits are spread over the grid; and many, which one program walks through."""
     is_half = dtype != torch.float32
     for num_rows in (8, 64, 4096):
-        offered = _offered(chips, lambda chip, rows=num_rows: linear.candidates(rows, 2, dtype, chip), quick=quick)  # type: ignore[misc]
-        for candidate, capabilities in offered.items():
-            run = partial(_linear, num_rows=num_rows, dtype=dtype, candidate=candidate)
-            yield Job(f"linear {_short(dtype)} {num_rows} rows", candidate.name, run, is_half, capabilities)
+        for out_features, kind in ((4096, "split"), (128_256, "whole")):
+            splits = 2 if kind == "split" else 1
+            offered = _offered(
+                chips,
+                lambda chip, rows=num_rows, splits=splits: linear.candidates(rows, splits, dtype, chip),  # type: ignore[misc]
+                quick=quick,
+            )
+            for candidate, capabilities in offered.items():
+                run = partial(_linear, num_rows=num_rows, out_features=out_features, dtype=dtype, candidate=candidate)
+                name = f"linear {_short(dtype)} {kind} {num_rows} rows"
+                yield Job(name, candidate.name, run, is_half, capabilities)
         offered = _offered(chips, lambda chip, rows=num_rows: activation.candidates(rows, dtype, chip), quick=quick)  # type: ignore[misc]
         for candidate, capabilities in offered.items():
             run = partial(_gate_up, num_rows=num_rows, dtype=dtype, candidate=candidate)
             yield Job(f"gate_up_silu {_short(dtype)} {num_rows} rows", candidate.name, run, is_half, capabilities)
 
 
-def _linear(launch: Launch, num_rows: int, dtype: torch.dtype, candidate: Candidate) -> None:
-    packed = linear.pack_linear(_empty(4096, 4096, dtype=dtype), None)
+def _linear(launch: Launch, num_rows: int, out_features: int, dtype: torch.dtype, candidate: Candidate) -> None:
+    packed = linear.pack_linear(_empty(out_features, 4096, dtype=dtype), None)
     workspace = linear.Workspace(_empty(16, dtype=torch.float32), _empty(16, dtype=torch.int32))
-    x, out = _empty(num_rows, 4096, dtype=dtype), _empty(num_rows, 4096, dtype=dtype)
+    x, out = _empty(num_rows, 4096, dtype=dtype), _empty(num_rows, out_features, dtype=dtype)
     linear.linear(launch, x, packed, out, workspace, candidate)
 
 
