@@ -149,6 +149,12 @@ def serve(
             help="KV memory per worker.", show_default="a share of the machine, at most 1 GiB", rich_help_panel=ENGINE
         ),
     ] = None,
+    tuning_deadline: Annotated[
+        float,
+        typer.Option(
+            help="Most seconds to time kernels in at a first start; see tandem tune. 0: never.", rich_help_panel=ENGINE
+        ),
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the workers.", rich_help_panel=ENGINE)] = 0,
     config: Annotated[Path | None, typer.Option(help="A TOML file with the names of these flags.")] = None,
 ) -> None:

@@ -55,6 +55,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     kv_cache_memory_bytes: int | None = None
+    tuning_deadline: float = 60.0
     api_key: tuple[str, ...] = ()
     seed: int = 0
 
@@ -81,6 +82,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
         memory = self.kv_cache_memory_bytes
         require(memory is None or memory > 0, "kv_cache_memory_bytes", "must be positive")
+        require(0 <= self.tuning_deadline <= 3600, "tuning_deadline", "must be from 0 to 3600 seconds")
         require(
             self.redis_url is None or bool(re.match(r"(redis|rediss|unix)://", self.redis_url)),
             "redis_url",
@@ -225,10 +227,6 @@ def _num_cores() -> int:
     return len(psutil.Process().cpu_affinity() or ()) or 1
 
 
-TUNING_DEADLINE_S = 60.0
-"""A worker's first start on a machine takes at most so much longer; `tandem tune` takes its time ahead of it."""
-
-
 def worker_configs(resolved: ResolvedConfig, cluster_key: bytes) -> list[WorkerConfig]:
     """One per worker, in the order prefill, decode, aggregated; all of epoch 0."""
     roles: tuple[Role, ...] = ("prefill", "decode", "aggregated")
@@ -257,7 +255,7 @@ def _worker_config(resolved: ResolvedConfig, cluster_key: bytes, role: Role, wor
         num_threads=resolved.num_threads,
         seed=cluster.seed,
         tuning_file=cache_folder() / TUNING_FILE,
-        tuning_deadline_s=TUNING_DEADLINE_S,
+        tuning_deadline_s=cluster.tuning_deadline,
         cluster_key=cluster_key,
     )
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.cluster.model_cache import Progress, ignore_progress
+from tandem.cluster.model_cache import Progress, cache_folder, ignore_progress
 from tandem.cluster.model_source import DtypeChoice, resolve_model
+from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.detokenizer import Detokenizer
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.config import WorkerConfig
@@ -47,6 +48,7 @@ def generate(
         dtype=resolved.dtype,
         max_model_len=min(MAX_CONTEXT, resolved.config.max_position_embeddings),
         num_threads=threads,
+        tuning_file=cache_folder() / TUNING_FILE,
     )
     progress("loading weights", None, None)
     model_config, kv_cache, runner = load_runner(config)

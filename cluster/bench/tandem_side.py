@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from tandem.cluster.actors import worker_environment
-from tandem.cluster.config import TUNING_DEADLINE_S
 from tandem.cluster.model_cache import cache_folder
 from tandem.kernels.capture import Captured
 from tandem.kernels.ops import StepLayout, StepPlan
@@ -78,7 +77,7 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         kv_cache_memory_bytes=blocks * block_size * model.kv_elements_per_token * torch.bfloat16.itemsize,
         num_threads=len(options.cores),
         tuning_file=cache_folder() / TUNING_FILE,
-        tuning_deadline_s=TUNING_DEADLINE_S,
+        tuning_deadline_s=60.0,
     )
 
 

@@ -33,7 +33,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     began = time.monotonic()
     shown = tandem("--help").stdout
     assert time.monotonic() - began < 5  # 0.5 s on a quiet machine
-    for command in ("serve", "status", "chat", "generate", "bench"):
+    for command in ("serve", "status", "chat", "generate", "bench", "tune"):
         assert command in shown
     program = "import sys, tandem.cluster.cli; print({'torch', 'ray', 'fastapi', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=30)

@@ -133,15 +133,6 @@ def test_status_and_chat_commands(serving: Serving) -> None:
     assert "Paris" in chat.stdout
 
 
-def test_a_start_takes_less_than_half_a_minute(serving: Serving) -> None:
-    """With the model in the cache, which it is after the first start; on a quiet machine it is 10 s."""
-    if any("download" in line or "converting" in line for line in serving.lines):
-        pytest.skip("this was the first start on this machine")
-    if os.getloadavg()[1] > 2 * (os.cpu_count() or 1):
-        pytest.skip("the machine is busy with other things")
-    assert serving.start_s < 30
-
-
 def test_two_clusters_live_side_by_side(serving: Serving, second: Serving) -> None:
     assert serving.url != second.url
     for each in (serving, second):
@@ -203,7 +194,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start_serving: Callable[..., Se
 @pytest.mark.parametrize(("num_signals", "code"), [(1, 0), (2, 130)])
 def test_a_signal_while_it_starts_ends_it(serving: Serving, num_signals: int, code: int) -> None:
     """One signal undoes what was done; two end it at once, and the guard sees to the rest."""
-    command = [*TANDEM, "serve", serving.model, "--port", "0", "--admin-port", "0"]
+    command = [*TANDEM, "serve", serving.model, "--port", "0", "--admin-port", "0", "--tuning-deadline", "0"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     )
