@@ -57,7 +57,13 @@ inline Vec load(const float *p, int n) { return {_mm512_maskz_loadu_ps(first(n),
 inline void store(float *p, Vec x) { _mm512_storeu_ps(p, x.v); }
 inline void store(float *p, Vec x, int n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
 inline Vec widen(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
-// Round to nearest even; NaN stays NaN.
+// Round to nearest even; NaN stays NaN. The BF16 instruction makes 0 of denormals.
+#if defined(__AVX512BF16__)
+inline __m256i narrow(Vec x) {
+    __m256bh halves = _mm512_cvtneps_pbh(x.v);
+    return reinterpret_cast<__m256i &>(halves);
+}
+#else
 inline __m256i narrow(Vec x) {
     __m512i bits = _mm512_castps_si512(x.v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -66,6 +72,7 @@ inline __m256i narrow(Vec x) {
     rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0));
     return _mm512_cvtepi32_epi16(rounded);
 }
+#endif
 inline Vec load(const bf16 *p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
 inline void store(bf16 *p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), narrow(x)); }
 #if defined(__AVX512BF16__)
