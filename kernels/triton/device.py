@@ -9,6 +9,7 @@ decode step waits for memory, not for the matrix units, and does not notice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -34,6 +35,7 @@ ARCHITECTURES = {
 }
 
 
+@cache
 def architecture_of(device: torch.device) -> Architecture:
     """The chip of `device`; a CPU, where kernels run in the interpreter, counts as the smallest.
 

@@ -65,6 +65,8 @@ def reference() -> Ops:
 def make_layout() -> Callable[..., StepLayout]:
     """Sequences by (tokens in the step, context length), each with blocks of its own, in no particular order.
 
+    Block 0 is nobody's: what tables hold behind a sequence's blocks.
+
     `padding` adds rows that belong to nobody, `empty` sequences without tokens.
     """
 
@@ -72,7 +74,7 @@ def make_layout() -> Callable[..., StepLayout]:
         sequences: Sequence[tuple[int, int]], block_size: int, padding: int = 0, empty: int = 0, width: int = 0
     ) -> StepLayout:
         blocks = [-(-context // block_size) for _, context in sequences]
-        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(7)).tolist()
+        order = (torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(7)) + 1).tolist()
         tables = torch.zeros(len(sequences) + empty, max(width, *blocks), dtype=torch.int64)
         starts, positions, slots = [0], [], []
         for row, (num_tokens, context) in enumerate(sequences):

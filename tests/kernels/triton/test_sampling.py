@@ -155,7 +155,7 @@ def test_rows_have_the_same_bits_at_any_batch_size(ops: Ops) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the interpreter's arithmetic is numpy's
-@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("spoilt", [float("nan"), float("-inf")])
 def test_a_spoilt_row_gets_some_token_and_leaves_the_others_alone(ops: Ops, spoilt: float) -> None:
     logits = random_logits(3, 200)
     inputs = make_inputs(3, top_p=torch.full((3,), 0.9), temperature=torch.full((3,), 0.5))
