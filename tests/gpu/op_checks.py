@@ -42,10 +42,8 @@ def products(context: Context) -> Iterator[Row]:
     ops, reference, device = context.ops, context.reference, context.device
     shapes = [(600, 70)] if context.is_tiny else [(576, 960), (4096, 4096), (3072, 1024), (896, 151_936), (100, 72)]
     most = 70 if context.is_tiny else 700
-    for dtype in context.dtypes:
-        for in_features, out_features in shapes:
-            if dtype == torch.float32 and out_features > 10_000:
-                continue
+    for dtype in context.dtypes[::-1]:
+        for in_features, out_features in shapes if dtype == torch.bfloat16 else shapes[:2]:
             case = f"{short(dtype)} {in_features}x{out_features}"
             weight = random(out_features, in_features, dtype=dtype) * in_features**-0.5
             x, bias = random(most, in_features, dtype=dtype, seed=1), random(out_features, dtype=dtype, seed=2)
@@ -90,11 +88,11 @@ def attention(context: Context) -> Iterator[Row]:
     """Rotation with KV write, then attention: decode steps, chunks, windows, caps; then bits at other cuts."""
     sequences = [(3, 70), (5, 40)] if context.is_tiny else [(40, 1500), (1, 70), (200, 200), (17, 513)]
     decode = [(1, total) for _, total in sequences]
-    head_dims = (32,) if context.is_tiny else (32, 64, 80, 96, 128, 256)
-    for dtype in context.dtypes:
-        for head_dim in head_dims:
+    for dtype in context.dtypes[::-1]:
+        head_dims: tuple[int, ...] = (128, 64, 80, 256, 96, 32) if dtype == torch.bfloat16 else (64,)
+        for head_dim in (32,) if context.is_tiny else head_dims:
             variants = ((None, None), (64, None), (None, 30.0), (700, 30.0))
-            for window, softcap in variants if head_dim in (32, 64, 128) else variants[:1]:
+            for window, softcap in variants if context.is_tiny or head_dim == 128 else variants[::2]:
                 case = f"{short(dtype)} D={head_dim} window={window} softcap={softcap}"
                 for kind, wanted in (("chunks", sequences), ("decode", decode)):
                     yield from _attention(context, f"{case} {kind}", wanted, head_dim, dtype, window, softcap)
