@@ -142,3 +142,17 @@ def test_a_cache_that_kernels_do_not_read_is_refused(ops: Ops, make_layout: Call
     ]:
         with pytest.raises(ValueError, match=message):
             ops.plan_step(layout, torch.zeros(shape), NUM_HEADS)
+
+
+def test_softcap_is_a_tanh(ops: Ops, reference: Ops, make_layout: Callable[..., StepLayout]) -> None:
+    """Literally, for one token: both backends share the way they compute it."""
+    layout = make_layout([(1, 20)], 16)
+    cache, query = random_cache(layout, 16, 32, torch.float32), random_query(1, 32, torch.float32)
+    slots = [int(layout.block_tables[0, place // 16]) * 16 + place % 16 for place in range(20)]
+    rows = cache[:, :, 1].permute(0, 3, 1, 2, 4).reshape(-1, NUM_KV_HEADS, 2, 32)[slots]  # [20, KVH, 2, D]
+    for head in range(NUM_HEADS):
+        keys, values = rows[:, head // 3, 0], rows[:, head // 3, 1]
+        weights = torch.softmax(5.0 * torch.tanh(keys @ query[0, head] * 32**-0.5 / 5.0), 0)
+        for each in (ops, reference):
+            actual = attend(each, query, cache, layout, None, 5.0).view(NUM_HEADS, 32)[head]
+            assert torch.allclose(actual, weights @ values, atol=1e-5)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +131,56 @@ def test_kernels_are_counted_and_views_and_allocations_are_not() -> None:
     result, num_ops = count_ops(step, launch)
     assert result.shape == (1, 1, 64)
     assert num_ops == 3
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as recording needs: a graph replays by calling nothing, and remembers its pool."""
+
+    def __init__(self) -> None:
+        self.pools: list[object] = []
+        self.replays = 0
+
+    def graph(self, graph: object, pool: object, stream: object) -> contextlib.AbstractContextManager[None]:
+        self.pools.append(pool)
+        return contextlib.nullcontext()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def replay(_: object) -> None:
+            self.replays += 1
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        fakes = {
+            "is_available": lambda: True,
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda _: contextlib.nullcontext(),
+            "synchronize": lambda: None,
+            "graph_pool_handle": object,
+            "CUDAGraph": type("CUDAGraph", (), {"replay": replay}),
+            "graph": self.graph,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_steps_run_once_before_they_are_recorded_and_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, ops, calls = FakeCuda(), TritonOps(Counted()), []
+    cuda.install(monkeypatch)
+    x, weight = torch.ones(2, 64), torch.ones(64)
+
+    def step() -> torch.Tensor:
+        calls.append(1)
+        return ops.rms_norm(ops.rms_norm(x, weight, 1e-5), weight, 1e-5)
+
+    first, second = ops.capture(step), ops.capture(step)
+    assert first is not None
+    assert second is not None
+    assert len(calls) == 4
+    assert len(set(cuda.pools)) == 1
+    assert first.num_ops == second.num_ops == 2
+    assert first.result is not second.result
+    first.replay()
+    assert (cuda.replays, len(calls)) == (1, 4)
 
 
 def test_without_a_gpu_nothing_is_captured(ops: Ops) -> None:
