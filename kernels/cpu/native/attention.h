@@ -20,6 +20,7 @@ struct Attention {
     int64_t rows, num_seqs, num_heads, num_kv_heads, head_dim, block_size, block_bytes, kv_head_bytes, k_offset,
         v_offset, dtype, table_stride, window, query_block;
     float scale, softcap;
+    int block_shift;  // block_size is a power of two
 
     explicit Attention(const Op &op)
         : query(static_cast<const char *>(op.pointers[0])), kv_cache(static_cast<const char *>(op.pointers[1])),
@@ -30,7 +31,8 @@ struct Attention {
           head_dim(op.sizes[4]), block_size(op.sizes[5]), block_bytes(op.sizes[6]), kv_head_bytes(op.sizes[7]),
           k_offset(op.sizes[8]), v_offset(op.sizes[9]), dtype(op.sizes[10]), table_stride(op.sizes[11]),
           window(op.sizes[12]), query_block(std::max<int64_t>(op.sizes[13], 1)),
-          scale(static_cast<float>(op.numbers[0])), softcap(static_cast<float>(op.numbers[1])) {}
+          scale(static_cast<float>(op.numbers[0])), softcap(static_cast<float>(op.numbers[1])),
+          block_shift(__builtin_ctzll(static_cast<unsigned long long>(op.sizes[5]))) {}
 
     int64_t group() const { return num_heads / num_kv_heads; }
     // The first position that a query at `position` sees; the last is `position` itself.
@@ -50,19 +52,17 @@ struct Piece {
     int64_t last_position() const { return first_position + tokens - 1; }
 };
 
-// All pieces of the op, the costly ones first if several threads share them.
+// All pieces of the op. Threads that share them get smaller ones if there are few, and the costly ones first.
 class Pieces {
   public:
-    Pieces(const Attention &a, bool sorted) : num_kv_heads_(a.num_kv_heads) {
-        for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
-            int64_t start = a.query_starts[seq], end = a.query_starts[seq + 1], context = a.context_lens[seq];
-            for (int64_t token = start; token < end; token += a.query_block)
-                pieces_.push_back({seq, 0, token, context - (end - token), std::min(a.query_block, end - token), context});
-        }
+    Pieces(const Attention &a, int num_threads) : num_kv_heads_(a.num_kv_heads) {
+        int64_t query_block = a.query_block;
+        cut(a, query_block);
+        if (num_threads == 1) return;
+        while (size() < kPiecesPerThread * num_threads && query_block > kSmallestBlock) cut(a, query_block /= 2);
         auto cost = [&](const Piece &p) { return p.tokens * (p.last_position() + 1 - a.first_seen(p.first_position)); };
-        if (sorted)
-            std::stable_sort(pieces_.begin(), pieces_.end(),
-                             [&](const Piece &x, const Piece &y) { return cost(x) > cost(y); });
+        std::stable_sort(pieces_.begin(), pieces_.end(),
+                         [&](const Piece &x, const Piece &y) { return cost(x) > cost(y); });
     }
 
     int64_t size() const { return static_cast<int64_t>(pieces_.size()) * num_kv_heads_; }
@@ -73,6 +73,18 @@ class Pieces {
     }
 
   private:
+    static constexpr int64_t kPiecesPerThread = 6, kSmallestBlock = 16;
+
+    void cut(const Attention &a, int64_t query_block) {
+        pieces_.clear();
+        for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+            int64_t start = a.query_starts[seq], end = a.query_starts[seq + 1], context = a.context_lens[seq];
+            for (int64_t token = start; token < end; token += query_block)
+                pieces_.push_back(
+                    {seq, 0, token, context - (end - token), std::min(query_block, end - token), context});
+        }
+    }
+
     int64_t num_kv_heads_;
     std::vector<Piece> pieces_;
 };
@@ -82,9 +94,9 @@ struct Place {
     const char *k, *v;
 };
 inline Place place_of(const Attention &a, const Piece &piece, int64_t position, int64_t row_bytes) {
-    int64_t block = a.block_tables[piece.seq * a.table_stride + position / a.block_size];
+    int64_t block = a.block_tables[piece.seq * a.table_stride + (position >> a.block_shift)];
     const char *at = a.kv_cache + block * a.block_bytes + piece.head * a.kv_head_bytes +
-                     position % a.block_size * row_bytes;
+                     (position & (a.block_size - 1)) * row_bytes;
     return {at + a.k_offset, at + a.v_offset};
 }
 

@@ -129,7 +129,8 @@ class PieceOnVectors {
         auto seen = [&](int vec, Vec x, float otherwise) {
             int base = vec * kLanes;
             auto clamp = [](int n) { return std::min(std::max(n, 0), kLanes); };
-            return select_first(clamp(from - base), splat(otherwise), select_first(clamp(to - base), x, splat(otherwise)));
+            Vec others = splat(otherwise);
+            return select_first(clamp(from - base), others, select_first(clamp(to - base), x, others));
         };
         Vec largest = splat(kNoMaximum);
         for (int vec = 0; vec < kVecs; ++vec) {

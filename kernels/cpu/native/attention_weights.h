@@ -5,17 +5,13 @@
 
 #include <limits>
 
-#include "attention.h"
+#include "attention_packing.h"
 #include "simd.h"
 
 namespace tandem {
 namespace attention_tiles {
 
-constexpr int64_t kStrip = 16;  // positions of one tile of K, and of one vector of scores
-constexpr int64_t kPair = 32;   // positions of one tile of V, and of one step of P V
-constexpr int64_t kStrips = kKvTile / kStrip;
-constexpr int64_t kRows = 16;       // query rows of one tile
-constexpr float kHeadroom = 8.0f;   // how far, in powers of two, scores may rise above the stored maximum
+constexpr float kHeadroom = 8.0f;  // how far, in powers of two, scores may rise above the stored maximum
 constexpr float kLog2E = 1.44269504088896341f;
 
 // 2^x, relative error below 3e-6 (P loses up to 2e-3 as bfloat16); exactly 0 for -inf.
@@ -29,27 +25,6 @@ inline __m512 exp2(__m512 x) {
     return _mm512_scalef_ps(p, x);
 }
 
-// 16 rows of 4 dwords, `stride` bytes apart, to 4 vectors of 16.
-inline void transpose(const char *base, int64_t stride, __m512i out[4]) {
-    __m512i x[4];
-    for (int t = 0; t < 4; ++t) {
-        const char *row = base + t * stride;
-        auto at = [&](int64_t block) {
-            return _mm_loadu_si128(reinterpret_cast<const __m128i *>(row + 4 * block * stride));
-        };
-        x[t] = _mm512_castsi128_si512(at(0));
-        x[t] = _mm512_mask_broadcast_i32x4(x[t], 0x00F0, at(1));
-        x[t] = _mm512_mask_broadcast_i32x4(x[t], 0x0F00, at(2));
-        x[t] = _mm512_mask_broadcast_i32x4(x[t], 0xF000, at(3));
-    }
-    __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
-    __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-    out[0] = _mm512_unpacklo_epi64(a, c);
-    out[1] = _mm512_unpackhi_epi64(a, c);
-    out[2] = _mm512_unpacklo_epi64(b, d);
-    out[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 // One tile of query rows against one KV tile.
 struct Job {
     int64_t row, rows;   // of the piece
@@ -61,9 +36,11 @@ struct Job {
 
 // What is carried from KV tile to KV tile for each row of the piece.
 struct Sums {
-    float *maxima;  // [rows] of the raw scores
-    float *totals;  // [rows][16]: sums of the weights, lane by lane
-    float *values;  // [rows][width]: sums of weighted V
+    float *maxima;   // [rows] of the raw scores; they follow only when scores rise above the limits, 2^kHeadroom higher
+    float *limits;   // [rows]
+    float *offsets;  // [rows]: what is added to scores in powers of two
+    float *totals;   // [rows][16]: sums of the weights, lane by lane
+    float *values;   // [rows][width]: sums of weighted V
     int64_t width;
 };
 
@@ -77,25 +54,30 @@ class Weigher {
         if (a_.softcap != 0) cap(job, scores);
         if (job.is_masked) mask(job, scores);
         if (job.begin == 0 && job.end == kKvTile / kPair)
-            weigh_rows(job.row, job.rows, 0, kStrips, scores, weights);
+            weigh_rows(job, 0, kStrips, scores, weights);
         else
-            weigh_rows(job.row, job.rows, 2 * job.begin, 2 * job.end, scores, weights);
+            weigh_rows(job, 2 * job.begin, 2 * job.end, scores, weights);
+    }
+
+    void set_maximum(int64_t row, float maximum) {
+        sums_.maxima[row] = maximum;
+        sums_.limits[row] = maximum + kHeadroom / unit_;
+        sums_.offsets[row] = -maximum * unit_;
     }
 
   private:
-    // The stored maximum follows only when scores rise 2^kHeadroom above it: P stays far from overflow, and sums are
-    // rarely rescaled.
-    __attribute__((always_inline)) void weigh_rows(int64_t row, int64_t rows, int64_t first, int64_t last,
-                                                   const float *scores, bf16 *weights) {
+    __attribute__((always_inline)) void weigh_rows(const Job &job, int64_t first, int64_t last, const float *scores,
+                                                   bf16 *weights) {
         __m512 unit = _mm512_set1_ps(unit_);
-        float *maxima = sums_.maxima + row, *totals = sums_.totals + row * 16, headroom = kHeadroom / unit_;
-        for (int64_t i = 0; i < rows; ++i, scores += kKvTile, weights += kKvTile, totals += 16) {
+        const float *limits = sums_.limits + job.row, *offsets = sums_.offsets + job.row;
+        float *totals = sums_.totals + job.row * 16;
+        for (int64_t row = 0; row < job.rows; ++row, scores += kKvTile, weights += kKvTile, totals += 16) {
             __m512 largest = _mm512_load_ps(scores + first * kStrip);
             for (int64_t strip = first + 1; strip < last; ++strip)
                 largest = _mm512_max_ps(largest, _mm512_load_ps(scores + strip * kStrip));
-            if (_mm512_cmp_ps_mask(largest, _mm512_set1_ps(maxima[i] + headroom), _CMP_GT_OQ))
-                raise(row + i, _mm512_reduce_max_ps(largest));
-            __m512 offset = _mm512_set1_ps(-maxima[i] * unit_), sum = _mm512_setzero_ps();
+            if (_mm512_cmp_ps_mask(largest, _mm512_set1_ps(limits[row]), _CMP_GT_OQ))
+                raise(job.row + row, _mm512_reduce_max_ps(largest));
+            __m512 offset = _mm512_set1_ps(offsets[row]), sum = _mm512_setzero_ps();
             for (int64_t strip = first; strip < last; strip += 2) {
                 __m512 p = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + strip * kStrip), unit, offset));
                 __m512 r = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + (strip + 1) * kStrip), unit, offset));
@@ -106,10 +88,13 @@ class Weigher {
         }
     }
 
+    // A new maximum; the sums so far, if any, shrink accordingly.
     __attribute__((noinline)) void raise(int64_t row, float maximum) {
-        __m512 decay = exp2(_mm512_set1_ps((sums_.maxima[row] - maximum) * unit_));
+        float old = sums_.maxima[row];
+        set_maximum(row, maximum);
+        if (old == kNoMaximum) return;
+        __m512 decay = exp2(_mm512_set1_ps((old - maximum) * unit_));
         float *total = sums_.totals + row * 16, *values = sums_.values + row * sums_.width;
-        sums_.maxima[row] = maximum;
         _mm512_store_ps(total, _mm512_mul_ps(_mm512_load_ps(total), decay));
         for (int64_t dim = 0; dim < sums_.width; dim += 16)
             _mm512_store_ps(values + dim, _mm512_mul_ps(_mm512_load_ps(values + dim), decay));
@@ -129,16 +114,18 @@ class Weigher {
 
     // -inf for what a row does not see: its weight is then 0, and a NaN behind the context is gone.
     void mask(const Job &job, float *scores) {
+        const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         int64_t position = job.position, head = job.head, group = a_.group();
-        for (int64_t row = 0; row < job.rows; ++row) {
-            int64_t seen_from = a_.first_seen(position) - job.start, seen_to = position + 1 - job.start;
-            for (int64_t strip = 2 * job.begin; strip < 2 * job.end; ++strip) {
-                auto below = [&](int64_t n) {
-                    return first(static_cast<int>(std::min(std::max(n - strip * kStrip, int64_t{0}), kStrip)));
-                };
-                auto hidden = static_cast<__mmask16>(~(below(seen_to) & ~below(seen_from)));
-                float *at = scores + row * kKvTile + strip * kStrip;
-                _mm512_mask_store_ps(at, hidden, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
+        for (int64_t row = 0; row < job.rows; ++row, scores += kKvTile) {
+            // Of the KV tile's positions it sees those from `from` on, before `to`.
+            auto from = static_cast<int>(std::max(a_.first_seen(position) - job.start, int64_t{0}));
+            auto to = static_cast<int>(position + 1 - job.start);
+            for (int strip = static_cast<int>(2 * job.begin); strip < 2 * job.end; ++strip) {
+                __m512i places = _mm512_add_epi32(lanes, _mm512_set1_epi32(strip * static_cast<int>(kStrip)));
+                __mmask16 hidden = _mm512_cmp_epi32_mask(places, _mm512_set1_epi32(from), _MM_CMPINT_LT) |
+                                   _mm512_cmp_epi32_mask(places, _mm512_set1_epi32(to), _MM_CMPINT_NLT);
+                _mm512_mask_store_ps(scores + strip * kStrip, hidden, nothing);
             }
             if (++head == group) {
                 head = 0;

@@ -1,4 +1,4 @@
-"""Native paged attention: beside the reference, and to the bit in any batch, chunk, block of queries and thread count."""
+"""Native paged attention: beside the reference, and to the bit in any batch, chunk, cut of the queries, and threads."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class Scene:
         plan = ops.plan_step(self.layout(parts), self.cache, query.shape[1])
         how = Candidate.of(query_block=query_block)
         ops.submit_attention(query, self.cache, LAYER, plan, self.scale, window, softcap, out, how)
-        return list(out.split([stop - start for _, start, stop in parts]))
+        return list(torch.split(out, [stop - start for _, start, stop in parts]))
 
     def expected(self, parts: list[Part], window: int | None = None, softcap: float | None = None) -> list[Tensor]:
         """What the reference backend makes of them."""
         query = torch.cat([self.queries[seq][start:stop] for seq, start, stop in parts])
         plan = REFERENCE.plan_step(self.layout(parts), self.cache, query.shape[1])
         result = REFERENCE.paged_attention(query, self.cache, LAYER, plan, self.scale, window, softcap)
-        return list(result.split([stop - start for _, start, stop in parts]))
+        return list(torch.split(result, [stop - start for _, start, stop in parts]))
 
 
 def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
