@@ -169,6 +169,19 @@ def test_rows_of_nobody_are_left_alone(level_ops: CpuOps) -> None:
     assert (out[1:] == 5.0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (2, 2, 10)])
+def test_what_a_spoilt_sequence_leaves_behind(
+    level_ops: CpuOps, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """A thread's memory is kept: NaN from one call must not reach the next."""
+    scene, spoilt = Scene([40, 3], heads, dtype), Scene([130], heads, dtype)
+    before = scene.attend(level_ops, scene.everything())
+    spoilt.cache.fill_(float("nan"))
+    assert spoilt.attend(level_ops, spoilt.everything())[0].isnan().all()
+    assert_equal(scene.attend(level_ops, scene.everything()), before)
+
+
 def test_scores_may_rise_and_fall_by_hundreds(level_ops: CpuOps) -> None:
     """Running maxima are replaced in most tiles, or overtaken by far in the first."""
     scene = Scene([300, 300], (3, 1, 64), torch.bfloat16)
