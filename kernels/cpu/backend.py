@@ -28,7 +28,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 DEFAULT_LINEAR = Candidate.of(prefetch=4096, grain=1, row_block=512)
 """Bytes of weight fetched ahead; panels that a thread takes at a time; rows that pass through these together."""
-DEFAULT_ATTENTION = Candidate.of(query_block=32)
+DEFAULT_ATTENTION = Candidate.of(query_block=128)
 """Query positions that one thread computes together."""
 
 

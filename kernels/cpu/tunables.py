@@ -32,7 +32,7 @@ LINEAR_MANY = tuple(
     Candidate.of(prefetch=prefetch, grain=grain, row_block=row_block)
     for prefetch, (grain, row_block) in itertools.product((4096, 0), ((1, 512), (4, 512), (4, 256)))
 )
-ATTENTION = tuple(Candidate.of(query_block=size) for size in (32, 16, 64, 128))
+ATTENTION = tuple(Candidate.of(query_block=size) for size in (128, 64, 256, 32))
 
 
 def linear_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunable]:

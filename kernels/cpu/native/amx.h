@@ -29,7 +29,8 @@ struct alignas(64) TileShapes {
         rows[tile] = static_cast<uint8_t>(num_rows);
         row_bytes[tile] = static_cast<uint16_t>(num_bytes);
     }
-    void use() const { _tile_loadconfig(this); }
+    // By hand: the intrinsic tells the compiler of the first 8 bytes only.
+    void use() const { asm volatile("ldtilecfg %0" : : "m"(*this)); }
 };
 
 // Ask the kernel once per process for the right to use tile data; false: refused.

@@ -32,8 +32,6 @@ inline void multiply_add() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
 }
 
-inline void use(const TileShapes &shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
-
 }  // namespace attention_tiles
 }  // namespace tandem
 

@@ -81,7 +81,7 @@ class PieceOnTiles {
         shapes.set(6, 16, 64);
         int bytes = is_narrow_ ? static_cast<int>(columns_ * 4) : 64;
         for (int tile : {2, 3, 7}) shapes.set(tile, 16, bytes);
-        use(shapes);
+        shapes.use();
     }
 
     void load_query() {

@@ -61,6 +61,7 @@ class LinearOnTiles {
         memset(memory, 0, l_.rows * row_bytes_);
         for (int64_t row = 0; row < l_.rows; ++row)
             memcpy(memory + row * row_bytes_, static_cast<const bf16 *>(l_.x) + row * l_.x_stride, l_.in * 2);
+        asm volatile("" : : : "memory");  // loads of tiles do not tell the compiler what they read
         return memory;
     }
 
