@@ -44,9 +44,12 @@ def real_text() -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def our_logits(demo: ResolvedModel, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+def our_logits(demo: ResolvedModel, token_ids: list[int], dtype: torch.dtype, backend: str) -> torch.Tensor:
     """Logits after every token, float32 [num_tokens, vocab], computed in chunks over a paged cache."""
-    config, ops = demo.config, load_ops("reference")
+    config, ops = demo.config, load_ops(backend)
     decoder = Decoder(config, load_weights(demo.folder, config, dtype), ops, len(token_ids))
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     cache = KVCache(config, num_blocks, BLOCK_SIZE, dtype, "cpu")
@@ -81,15 +84,16 @@ def token_ids(demo: ResolvedModel) -> list[int]:
 
 
 @pytest.mark.timeout(300)
+@BACKENDS
 @torch.inference_mode()
-def test_real_text_in_bfloat16(demo: ResolvedModel, token_ids: list[int]) -> None:
+def test_real_text_in_bfloat16(demo: ResolvedModel, token_ids: list[int], backend: str) -> None:
     """Our choice is one of the reference's best in 98 % of the rows, and the text is as likely to both.
 
     "One of": logits in bfloat16 have 8 bits, and in 4 % of the rows the two best are exactly equal, so that which of
     them argmax names is chance. Naming the same one happens in 97.5 % (asserted with a margin); by that measure two
     attention implementations of the reference, eager and SDPA, agree in 97.6 %.
     """
-    ours = our_logits(demo, token_ids, torch.bfloat16)
+    ours = our_logits(demo, token_ids, torch.bfloat16, backend)
     theirs = their_logits(demo, token_ids, torch.bfloat16)
     choice = ours.argmax(-1, keepdim=True)
     is_best = theirs.gather(1, choice) == theirs.max(-1, keepdim=True).values
@@ -101,11 +105,12 @@ def test_real_text_in_bfloat16(demo: ResolvedModel, token_ids: list[int]) -> Non
 
 
 @pytest.mark.timeout(300)
+@BACKENDS
 @torch.inference_mode()
-def test_real_text_in_float32(demo: ResolvedModel, token_ids: list[int]) -> None:
+def test_real_text_in_float32(demo: ResolvedModel, token_ids: list[int], backend: str) -> None:
     """Without the noise of bfloat16: every choice the same, and every logit within 1e-4 of the span."""
     ids = token_ids[:700]
-    ours, theirs = our_logits(demo, ids, torch.float32), their_logits(demo, ids, torch.float32)
+    ours, theirs = our_logits(demo, ids, torch.float32, backend), their_logits(demo, ids, torch.float32)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
     assert (ours - theirs).abs().max() <= 1e-4 * (theirs.max() - theirs.min())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from tandem.kernels.ops import load_ops
@@ -21,12 +22,13 @@ TOLERANCE = 1e-4
 """Of the span of the logits, max - min."""
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @torch.inference_mode()
-def test_logits_equal_the_reference(variant: Any) -> None:
+def test_logits_equal_the_reference(variant: Any, backend: str) -> None:
     """All prompts run together, each in chunks of its own random sizes, in blocks scattered over the pool."""
     rng = random.Random(7)
     config = check_model(variant.folder)
-    ops = load_ops("reference")
+    ops = load_ops(backend)
     decoder = Decoder(config, load_weights(variant.folder, config, torch.float32), ops, MAX_LEN)
     blocks_each = -(-MAX_LEN // BLOCK_SIZE)
     cache = KVCache(config, blocks_each * len(PROMPT_LENGTHS), BLOCK_SIZE, torch.float32, "cpu")
