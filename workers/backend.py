@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-from tandem.kernels.cpu.build import BuildError
+from tandem.kernels.cpu.build import BuildError, level_of_this_machine
 from tandem.kernels.ops import Ops, load_ops
 
 logger = logging.getLogger(__name__)
 
 
-def create_ops(device: str) -> Ops:
-    """The ops of "cpu" or "cuda". A CPU without a compiler gets the reference, and whoever runs it one warning."""
+def create_ops(device: str, on_progress: Callable[[str], None] | None = None) -> Ops:
+    """The ops of "cpu" or "cuda". A CPU without a compiler gets the reference, and whoever runs it one warning.
+
+    `on_progress` is told when something has to be compiled.
+    """
     if device == "cuda":
         return load_ops("triton")
     try:
+        level_of_this_machine(on_progress)
         return load_ops("cpu")
     except BuildError as error:
         logger.warning("plain torch computes, several times slower than the native ops: %s", error)

@@ -212,7 +212,7 @@ def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[Mo
             f"{config.max_model_len}: raise the first or lower the second"
         )
     with warm_up.phase("preparing kernels"):
-        ops = create_ops(config.device)
+        ops = create_ops(config.device, warm_up.tell)
     with warm_up.phase("loading weights"), torch.inference_mode():
         weights = load_weights(config.model_path, model, dtype).to(config.device)
         kv_cache = KVCache(model, num_blocks, config.block_size, dtype, config.device)

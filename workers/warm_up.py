@@ -78,7 +78,7 @@ class WarmUp:
         """One phase. Phases follow each other; one that fails is remembered, too."""
         began = self._clock()
         self._current = name
-        self._tell(name)
+        self.tell(name)
         try:
             yield
         finally:
@@ -88,7 +88,7 @@ class WarmUp:
     def advance(self, done: int, total: int) -> None:
         """How much of the current phase is done."""
         percent = 100 * done // max(total, 1) // PERCENT_STEP * PERCENT_STEP
-        self._tell(f"{self._current}: {percent} %" if percent else self._current)
+        self.tell(f"{self._current}: {percent} %" if percent else self._current)
 
     def tune(
         self, ops: Ops, workload: TuningWorkload, cache_path: Path | None, *, deadline_s: float, force: bool = False
@@ -113,7 +113,7 @@ class WarmUp:
 
     def _tell_tuning(self, message: str, done: int, total: int) -> None:
         if message == WAITING:
-            self._tell(message)
+            self.tell(message)
         else:
             self.advance(done, total)
 
@@ -121,7 +121,8 @@ class WarmUp:
         """All phases with their seconds, in one line."""
         return ", ".join(f"{phase.name} {phase.seconds:.1f} s" for phase in self.phases)
 
-    def _tell(self, message: str) -> None:
+    def tell(self, message: str) -> None:
+        """Pass a message of the current phase on, unless it is the last one again."""
         if message != self._told:
             self._told = message
             self._on_progress(message)

@@ -37,10 +37,10 @@ class CpuOps:
 
     name = "cpu"
 
-    def __init__(self, level: str | None = None, on_progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, level: str | None = None) -> None:
         """`level`: one of `build.LEVELS`; None: the best of this machine. Raises `build.BuildError`."""
-        self.level = level or level_of_this_machine(on_progress)
-        self._library = load_library(self.level, on_progress)
+        self.level = level or level_of_this_machine()
+        self._library = load_library(self.level)
         self._arena = WeightArena()
         self._choices = Choices({})
         self._recording: OpList | None = None

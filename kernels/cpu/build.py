@@ -146,10 +146,9 @@ def _first_error(output: str) -> str:
     return lines[0]
 
 
-@lru_cache(maxsize=len(LEVELS))
-def load_library(level: str, on_progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
+def load_library(level: str) -> ctypes.CDLL:
     """Build (or find) and load the library for a level that this machine can run. Raises `BuildError`."""
-    library = ctypes.CDLL(str(build(level, on_progress)))
+    library = ctypes.CDLL(str(build(level)))
     library.tandem_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     library.tandem_run.restype = ctypes.c_int
     library.tandem_op_size.restype = ctypes.c_int64
@@ -164,11 +163,14 @@ def can_run(level: str, on_progress: Callable[[str], None] | None = None) -> boo
     """
     if platform.machine() not in ("x86_64", "AMD64") and level != "plain":
         return False
-    library = build(level, on_progress)
+    return _survives(build(level, on_progress))
+
+
+@lru_cache(maxsize=len(LEVELS))
+def _survives(library: Path) -> bool:
     return subprocess.run([sys.executable, "-c", _PROBE, str(library)], check=False, timeout=60).returncode == 0
 
 
-@lru_cache(maxsize=1)
 def level_of_this_machine(on_progress: Callable[[str], None] | None = None) -> str:
     """The best level that works here, or the one named by `TANDEM_CPU_LEVEL`. Raises `BuildError`."""
     wanted = os.environ.get(LEVEL_VARIABLE)

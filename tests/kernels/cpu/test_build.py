@@ -24,7 +24,7 @@ exec g++ "$@"
 
 def forget() -> None:
     """What this process knows of compilers and machines; the caches are per process, the tests are not."""
-    for cached in (build.find_compiler, build._compiler_version, build.build_key, build.level_of_this_machine):
+    for cached in (build.find_compiler, build._compiler_version, build.build_key, build._survives):
         cached.cache_clear()
 
 
@@ -98,10 +98,19 @@ def test_without_a_compiler_the_reference_serves_with_one_warning(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(fresh))
+    said: list[str] = []
     with caplog.at_level(logging.WARNING):
-        assert create_ops("cpu").name == "reference"
+        assert create_ops("cpu", said.append).name == "reference"
+    assert not said
     (record,) = caplog.records
     assert "install g++" in record.getMessage()
+
+
+def test_compiling_is_told(compiler_log: Path) -> None:
+    said: list[str] = []
+    build.build("plain", said.append)
+    build.build("plain", said.append)
+    assert said == ["compiling native ops (plain)"]
 
 
 def test_a_compiler_that_is_named_but_missing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +144,7 @@ def test_a_probe_that_dies_means_no(fresh: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "build", lambda level, on_progress=None: Path("any.so"))
     monkeypatch.setattr(build, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     assert not build.can_run("plain")
+    forget()
     monkeypatch.setattr(build, "_PROBE", "")
     assert build.can_run("plain")
 
