@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import msgspec
 import pytest
 from frame_proxy import Cut, FrameProxy
 
+from tandem.workers.batch import Batch, SampledToken
+from tandem.workers.engine import Runner
 from tandem.workers.protocol import Confirm, Prefill, Renew, TicketPart
 from tandem.workers.transfer.faulty import Delay, Fail, FaultPlan, FaultyTransfer, FlipBit, Hang, SkipBlock
 from tandem.workers.types import Request
 
 PROMPT_LEN = 200  # four chunks of 64: four parts of a ticket, the last with a partly filled block
 FAILURES = "kv_transfer_failures_total"
+
+
+class Paced:
+    """A runner that computes no chunk before the last one is being pulled: chunks that wait are pulled together."""
+
+    def __init__(self, runner: Runner, plan: FaultPlan) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._num_pulls: int | None = None
+
+    def execute(self, batch: Batch) -> SequenceOf[SampledToken | None]:
+        patience = time.monotonic() + 0.3  # nobody pulls any more where something went wrong
+        while self._plan.num_pulls == self._num_pulls and time.monotonic() < patience:
+            time.sleep(0.001)
+        self._num_pulls = self._plan.num_pulls
+        return self._runner.execute(batch)
 
 
 class Scene:
@@ -30,6 +50,7 @@ class Scene:
         wrap = lambda transfer, pool: FaultyTransfer(transfer, pool, self.plan)  # noqa: E731
         self.alone = await self.bench.gateway(await self.bench.worker("aggregated", "a0"))
         self.prefill = await self.bench.worker("prefill", "p0", **changes.pop("prefill", {}))
+        self.prefill.engine.runner = Paced(self.prefill.engine.runner, self.plan)
         self.other = await self.bench.worker("prefill", "p1")
         self.decode = await self.bench.worker("decode", "d0", wrap=wrap, **changes)
         self.gateway = await self.bench.gateway(self.decode)
