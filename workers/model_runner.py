@@ -20,8 +20,6 @@ from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.weights import ModelWeights
 from tandem.workers.step_inputs import StepInputs, build, build_sampling, collect
 
-__all__ = ["ModelRunner", "StepCounts", "StepInputs", "build"]
-
 
 @dataclass(slots=True)
 class StepCounts:

@@ -18,9 +18,9 @@ from tandem.cluster.model_source import ResolvedModel, resolve_model
 from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.model_runner import build
 from tandem.workers.models.checkpoint import load_weights
 from tandem.workers.models.decoder import Decoder
+from tandem.workers.step_inputs import build
 
 NUM_TOKENS = 2_000
 CHUNK = 512

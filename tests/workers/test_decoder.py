@@ -14,11 +14,11 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.model_runner import build
 from tandem.workers.models.config import ModelConfig, RopeConfig
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.rope import build_rope_table
 from tandem.workers.models.weights import LayerWeights, ModelWeights
+from tandem.workers.step_inputs import build
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 320

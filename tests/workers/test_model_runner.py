@@ -11,9 +11,10 @@ import torch
 from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.model_runner import ModelRunner, build
+from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.config import ModelConfig, RopeConfig
 from tandem.workers.models.weights import LayerWeights, ModelWeights
+from tandem.workers.step_inputs import build
 from tandem.workers.types import SamplingParams
 
 CONFIG = ModelConfig("llama", 499, 64, 96, 2, 6, 2, 16, 1e-5, 512, True, RopeConfig(10000.0))

@@ -1,4 +1,4 @@
-// Ops that touch each element once: embedding, (add +) RMSNorm, and a plain read to measure bandwidth with.
+// Ops that touch each element once: embedding, (add +) RMSNorm.
 #include <algorithm>
 #include <cmath>
 
@@ -40,7 +40,7 @@ void embedding(const Op &op, Worker &worker) {
 // pointers: x, residual (or null), weight, out; sizes: rows, width, dtype, x_stride, out_stride; numbers: eps
 void rms_norm(const Op &op, Worker &worker) {
     int64_t width = op.sizes[1], x_stride = op.sizes[3], out_stride = op.sizes[4];
-    Vec eps_sum = splat(static_cast<float>(op.numbers[0]));
+    float eps = static_cast<float>(op.numbers[0]);
     with_type(op.sizes[2], [&](auto type) {
         using T = decltype(type);
         auto weight = static_cast<const T *>(op.pointers[2]);
@@ -64,7 +64,7 @@ void rms_norm(const Op &op, Worker &worker) {
                 squares = fma(value, value, squares);
             }
             float mean = lane_sum(squares) / static_cast<float>(width);
-            Vec factor = splat(1.0f / std::sqrt(lane_sum(select_first(1, splat(mean) + eps_sum, zero()))));
+            Vec factor = splat(1.0f / std::sqrt(mean + eps));
             for (int64_t i = 0; i < width; i += kLanes) {
                 int n = static_cast<int>(std::min<int64_t>(width - i, kLanes));
                 Vec value = rounded_to<T>(load(source + i, n) * factor);
@@ -72,24 +72,6 @@ void rms_norm(const Op &op, Worker &worker) {
             }
         });
     });
-}
-
-// Reads `bytes` and writes one sum per thread. pointers: memory, sums (float32 [threads]); sizes: bytes
-void read_memory(const Op &op, Worker &worker) {
-    constexpr int64_t kPiece = 1 << 20;
-    auto memory = static_cast<const char *>(op.pointers[0]);
-    Vec sums[8];
-    for (Vec &sum : sums) sum = zero();
-    for (int64_t piece; (piece = worker.take()) * kPiece < op.sizes[0];) {
-        const char *at = memory + piece * kPiece, *end = memory + std::min(op.sizes[0], (piece + 1) * kPiece);
-        for (; at + sizeof(Vec) * 8 <= end; at += sizeof(Vec) * 8)
-            for (int i = 0; i < 8; ++i) {
-                __builtin_prefetch(at + 4096 + i * sizeof(Vec));
-                sums[i] = sums[i] + load(reinterpret_cast<const float *>(at) + i * kLanes);
-            }
-    }
-    for (int i = 1; i < 8; ++i) sums[0] = sums[0] + sums[i];
-    static_cast<float *>(op.pointers[1])[worker.index] = lane_sum(sums[0]);
 }
 
 }  // namespace tandem

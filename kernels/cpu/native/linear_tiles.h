@@ -83,34 +83,27 @@ class LinearOnTiles {
             use_shapes(rows);
             if (l_.prefetch == 0 || fetch.at >= weight(after) + bytes) fetch.lines = 0;
             float *sums = sums_[parity_ ^= 1];
+            clear_sums(rows);
             if (blocks == 1)
-                multiply_few(row, rows, panel, after, sums);
+                only_block(row, rows, panel, after);
             else
-                multiply<true>(row, rows, weight(panel), steps_, fetch, sums);
+                steps<true>(row, rows, weight(panel), 0, steps_, fetch);
+            store_sums(rows, sums);
             finish_rows(kBlock);
             pending_ = {row, row + rows, panel, sums};
         }
     }
 
     // A panel's only block: weights are fetched `prefetch` bytes ahead, first the rest of this panel, then the next.
-    void multiply_few(int64_t row, int64_t rows, int64_t panel, int64_t after, float *sums) {
+    void only_block(int64_t row, int64_t rows, int64_t panel, int64_t after) {
         Fetch fetch{weight(panel) + l_.prefetch, l_.prefetch ? kLines : 0};
         int64_t own = std::max<int64_t>(0, steps_ - l_.prefetch / kStepBytes);
-        begin(rows);
         steps<false>(row, rows, weight(panel), 0, own, fetch);
         fetch.at = weight(after);
         steps<false>(row, rows, weight(panel), own, steps_, fetch);
-        end(rows, sums);
     }
 
-    template <bool kStreamRows>
-    void multiply(int64_t row, int64_t rows, const char *weight, int64_t count, Fetch &fetch, float *sums) {
-        begin(rows);
-        steps<kStreamRows>(row, rows, weight, 0, count, fetch);
-        end(rows, sums);
-    }
-
-    void begin(int64_t rows) {
+    void clear_sums(int64_t rows) {
         _tile_zero(0);
         _tile_zero(1);
         if (rows > 16) {
@@ -144,7 +137,7 @@ class LinearOnTiles {
         }
     }
 
-    void end(int64_t rows, float *sums) {
+    void store_sums(int64_t rows, float *sums) {
         _tile_stored(0, sums, kPanel * 4);
         _tile_stored(1, sums + 16, kPanel * 4);
         if (rows > 16) {

@@ -50,6 +50,5 @@ void rope_and_write_kv(const Op &, Worker &);
 void linear(const Op &, Worker &);
 void paged_attention(const Op &, Worker &);
 void sample(const Op &, Worker &);
-void read_memory(const Op &, Worker &);
 
 }  // namespace tandem

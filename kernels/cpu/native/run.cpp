@@ -16,7 +16,7 @@
 namespace tandem {
 namespace {
 
-const Kernel kKernels[] = {embedding, rms_norm, rope_and_write_kv, linear, paged_attention, sample, read_memory};
+const Kernel kKernels[] = {embedding, rms_norm, rope_and_write_kv, linear, paged_attention, sample};
 constexpr int64_t kNumKernels = sizeof(kKernels) / sizeof(kKernels[0]);
 
 constexpr int kSpins = 2000;  // some 20 microseconds: longer than an op's threads are usually apart

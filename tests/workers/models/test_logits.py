@@ -11,9 +11,9 @@ import torch
 from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.model_runner import build
 from tandem.workers.models.checkpoint import check_model, load_weights
 from tandem.workers.models.decoder import Decoder
+from tandem.workers.step_inputs import build
 
 BLOCK_SIZE = 32
 MAX_LEN = 300
