@@ -32,11 +32,13 @@ from typing import Literal
 import msgspec
 
 from tandem.workers.types import (
+    KVSource,
     KVTicket,
     ModelIdentity,
     PrefillPath,
     Record,
     Request,
+    Retention,
     SamplingParams,
     TokenChunk,
     WorkerAddress,
@@ -76,10 +78,12 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    """Take this request and own it to its end. `prefill` is None when the router wants it prefilled locally."""
+    """Take this request and own it to its end. `prefill` is None when the router wants it prefilled locally.
+    `source`: whence the worker that prefills may fetch the beginning of the prompt instead of computing it."""
 
     request: Request
     prefill: WorkerAddress | None = None
+    source: KVSource | None = None
     timeout_s: float | None = None
 
 
@@ -103,6 +107,7 @@ class UsePrefill(Message, frozen=True, kw_only=True):
 
     request_id: str
     prefill: WorkerAddress | None
+    source: KVSource | None = None
 
 
 class Pair(Message, frozen=True, kw_only=True):
@@ -177,7 +182,8 @@ class Describe(Message, frozen=True, kw_only=True):
 
 class Prefill(Message, frozen=True, kw_only=True):
     """Compute the KV of these tokens and the token after them. `num_prompt_tokens` of them are the prompt, the rest was
-    generated before (a continued request); penalties and the random counter depend on the difference."""
+    generated before (a continued request); penalties and the random counter depend on the difference. `source`: whence
+    the beginning may be fetched instead."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -185,6 +191,8 @@ class Prefill(Message, frozen=True, kw_only=True):
     sampling: SamplingParams
     choice: int
     salt: str
+    retention: Retention = Retention()
+    source: KVSource | None = None
 
 
 class Renew(Message, frozen=True, kw_only=True):

@@ -49,6 +49,15 @@ class Choice(Record, frozen=True, kw_only=True):
     emitted_token_ids: tuple[int, ...] = ()
 
 
+class Retention(Record, frozen=True, kw_only=True):
+    """How long a prompt's blocks are worth keeping. The higher, the longer: blocks of the lowest priority go first."""
+
+    priority: int = 35
+    """0 to 100."""
+    duration_s: float | None = None
+    """After so long without a use the priority falls back to the default. None: never."""
+
+
 class Request(Record, frozen=True, kw_only=True):
     """The user's view of one generation: a prompt, and the choices that are still to be finished."""
 
@@ -58,6 +67,7 @@ class Request(Record, frozen=True, kw_only=True):
     choices: tuple[Choice, ...] = (Choice(index=0),)
     salt: str = ""
     """Tenant salt: requests with different salts never share a block."""
+    retention: Retention = Retention()
 
 
 class TokenLogprobs(Record, array_like=True, frozen=True, kw_only=True):
@@ -100,6 +110,14 @@ class WorkerAddress(Record, frozen=True, kw_only=True):
     role: Role
     host: str
     port: int
+
+
+class KVSource(Record, frozen=True, kw_only=True):
+    """A worker, of any role, that is said to hold the KV of a prompt's first `num_blocks` blocks. A hint: whoever
+    fetches them checks."""
+
+    address: WorkerAddress
+    num_blocks: int
 
 
 class BlockCounts(Record, frozen=True, kw_only=True):
