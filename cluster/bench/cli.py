@@ -45,6 +45,10 @@ def serve(
     input_len_spread: Annotated[int, typer.Option(help="Prompt lengths are uniform within +- this.")] = 0,
     output_len: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 64,
     shared_prefix_len: Annotated[int, typer.Option(help="First tokens that all prompts have in common.")] = 0,
+    turns: Annotated[
+        int, typer.Option(help="Requests per conversation: each repeats the one before and its answer, and goes on.")
+    ] = 1,
+    turn_input_len: Annotated[int, typer.Option(help="What every turn after the first adds, tokens or words.")] = 64,
     tokens: Annotated[
         int | None, typer.Option(help="Send token ids below this number instead of words. Needs --api completions.")
     ] = None,
@@ -90,6 +94,8 @@ def serve(
             input_len_spread=input_len_spread,
             output_len=output_len,
             shared_prefix_len=shared_prefix_len,
+            num_turns=turns,
+            turn_input_len=turn_input_len,
             num_tokens=tokens,
             ignore_eos=ignore_eos,
             temperature=temperature,

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -17,6 +17,9 @@ from tandem.cluster.bench.statistics import Histogram, RequestRecord
 from tandem.workers.errors import UserError
 
 Api = Literal["completions", "chat"]
+Messages = list[dict[str, str]]
+Prompt = str | list[int] | Messages
+"""Text or token ids for completions; text or a whole conversation for chat."""
 
 
 class _Failure(Exception):
@@ -24,9 +27,19 @@ class _Failure(Exception):
 
 
 @dataclass(slots=True)
+class Answer:
+    """What the model said: for the next turn of a conversation."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Empty unless the request asked for them with `return_token_ids`."""
+
+
+@dataclass(slots=True)
 class _Progress:
     """What one request has brought so far."""
 
+    answer: Answer = field(default_factory=Answer)
     token_times: list[float] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     is_finished: bool = False
@@ -49,7 +62,9 @@ class OpenAIClient:
         """Moments of later records count from `start` (of `time.perf_counter`)."""
         self._start = start
 
-    async def measure(self, number: int, scheduled_s: float, prompt: str | list[int], output_len: int) -> RequestRecord:
+    async def measure(
+        self, number: int, scheduled_s: float, prompt: Prompt, output_len: int, *, turn: int = 0, reusable: float = 0.0
+    ) -> tuple[RequestRecord, Answer]:
         """Always returns a record, also when cancelled: with the error "interrupted"."""
         progress = _Progress()
         error: str | None = None
@@ -67,9 +82,10 @@ class OpenAIClient:
             error = "connection refused"
         except httpx.HTTPError as broken:
             error = f"connection: {type(broken).__name__}"
-        return self._record(number, scheduled_s, started, time.perf_counter(), error, progress)
+        record = self._record(number, scheduled_s, started, time.perf_counter(), error, progress)
+        return replace(record, turn=turn, reusable_share=reusable), progress.answer
 
-    async def _stream(self, prompt: str | list[int], output_len: int, progress: _Progress) -> None:
+    async def _stream(self, prompt: Prompt, output_len: int, progress: _Progress) -> None:
         path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
         async with self._http.stream("POST", path, json=self._body(prompt, output_len)) as response:
             if response.status_code != 200:
@@ -83,7 +99,7 @@ class OpenAIClient:
         if not progress.is_finished:
             raise _Failure("stream ended early")
 
-    def _body(self, prompt: str | list[int], output_len: int) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, output_len: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": output_len,
@@ -91,7 +107,7 @@ class OpenAIClient:
             "stream_options": {"include_usage": True},
         }
         if self._api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         else:
             body["prompt"] = prompt
         return body | self._extra
@@ -105,6 +121,9 @@ class OpenAIClient:
             for choice in event.get("choices") or ():
                 if self._brings_token(choice):
                     progress.token_times.append(time.perf_counter())
+                delta = choice.get("delta") or {}
+                progress.answer.text += choice.get("text") or delta.get("content") or ""
+                progress.answer.token_ids += choice.get("token_ids") or ()
                 progress.is_finished = progress.is_finished or choice.get("finish_reason") is not None
         except (ValueError, AttributeError, TypeError, KeyError) as error:
             raise _Failure("malformed event") from error

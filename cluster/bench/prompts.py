@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from tandem.cluster.bench.arrivals import Arrival
+from tandem.cluster.bench.client import Answer, Messages, Prompt
 
-_OWN, _SHARED, _BLOCK, _WARM_UP = range(4)
+Content = str | list[int]
+"""What one side says: text, or token ids."""
+
+_OWN, _SHARED, _BLOCK, _WARM_UP, _TURN = range(5)
 """Streams of randomness; the first number after the seed."""
 
 _TEXT = """
@@ -40,11 +44,15 @@ class PromptMaker:
         self._num_tokens = num_tokens
         self._shared_prefix_len = shared_prefix_len
 
-    def prompt(self, number: int, arrival: Arrival) -> str | list[int]:
-        """The prompt of the `number`-th request."""
+    def prompt(self, number: int, arrival: Arrival) -> Content:
+        """The prompt of the `number`-th request, or of the first turn of the `number`-th conversation."""
         return self._finish(self._content(_OWN, number, arrival))
 
-    def warm_up_prompt(self, number: int, arrival: Arrival) -> str | list[int]:
+    def turn(self, number: int, turn: int, length: int) -> Content:
+        """What the user says next in the `number`-th conversation."""
+        return self._finish(self._draw(_TURN, number * 1_000 + turn, length))
+
+    def warm_up_prompt(self, number: int, arrival: Arrival) -> Content:
         """Nothing in common with any measured prompt: a warm-up must not fill the server's cache for them."""
         return self._finish(self._draw(_WARM_UP, number, arrival.input_len))
 
@@ -66,7 +74,41 @@ class PromptMaker:
         low, high = (0, len(WORDS)) if self._num_tokens is None else (self._num_tokens // 8, self._num_tokens)
         return [int(symbol) for symbol in rng.integers(low, high, length)]
 
-    def _finish(self, symbols: list[int]) -> str | list[int]:
+    def _finish(self, symbols: list[int]) -> Content:
         if self._num_tokens is not None:
             return symbols
         return " ".join(WORDS[symbol] for symbol in symbols)
+
+
+class Conversation:
+    """What was said so far, in the form in which it is sent: token ids, text, or messages."""
+
+    def __init__(self, content: Content, *, is_chat: bool) -> None:
+        self._is_chat = is_chat
+        self._messages: Messages = []
+        self._content: Content = [] if isinstance(content, list) else ""
+        self.ask(content)
+
+    @property
+    def prompt(self) -> Prompt:
+        return list(self._messages) if self._is_chat else self._content
+
+    def ask(self, content: Content) -> None:
+        self._say("user", content)
+
+    def answer(self, answer: Answer) -> None:
+        self._say("assistant", answer.token_ids if isinstance(self._content, list) else answer.text)
+
+    def symbols(self) -> list[int] | list[str]:
+        """Everything said, for comparing beginnings: token ids, or words."""
+        return self._content if isinstance(self._content, list) else self._content.split()
+
+    def _say(self, role: str, content: Content) -> None:
+        if isinstance(self._content, list):
+            assert isinstance(content, list)
+            self._content = self._content + content
+        else:
+            assert isinstance(content, str)
+            self._messages.append({"role": role, "content": content})
+            separator = "" if role == "assistant" or not self._content else " "
+            self._content += separator + content

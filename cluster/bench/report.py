@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from tandem.cluster.bench.serve import ServeReport
-from tandem.cluster.bench.statistics import Percentiles, RequestRecord
+from tandem.cluster.bench.statistics import Percentiles, RequestRecord, TurnFigures
 
 _LINE_INTERVAL_S = 5.0
 
@@ -33,16 +34,29 @@ def print_report(report: ServeReport, console: Console) -> None:
         "requests": f"{summary.num_ok} ok, {summary.num_failed} failed{_listed(summary.errors)}",
         "throughput": f"{summary.output_tokens_per_s:.1f} output tokens/s, {summary.requests_per_s:.2f} requests/s",
         "goodput": f"{good.requests_per_s:.2f} requests/s, {good.share:.1%} of requests ({limits})",
-        "prompts": f"{summary.prompt_tokens} tokens, {_share(summary.cached_share)} cached",
+        "prompts": f"{summary.prompt_tokens} tokens, {_share(summary.cached_share)} cached "
+        f"({_share(summary.ideal_cached_share)} with an endless cache)",
         "run": f"{summary.duration_s:.1f} s, seed {options.seed}" + (", interrupted" * report.was_interrupted),
     }
     for label, text in facts.items():
         console.print(f"{label:<11}{text}", highlight=False, soft_wrap=True)
+    if summary.turns:
+        console.print(_turns_table(summary.turns))
     if summary.start_delay and summary.start_delay.p99 > 0.1 and options.concurrency is None:
         console.print(
             f"Requests were sent up to {summary.start_delay.max:.2f} s late: this client was too slow for the load.",
             style="yellow",
         )
+
+
+def _turns_table(turns: Sequence[TurnFigures]) -> Table:
+    table = Table(title="Tokens per turn (mean)", title_justify="left")
+    for name in ("turn", "requests", "prompt", "new", "computed", "most recomputed", "TTFT p50, s"):
+        table.add_column(name, justify="right")
+    for turn in turns:
+        means = (f"{value:.1f}" for value in (turn.prompt_tokens, turn.new_tokens, turn.computed_tokens))
+        table.add_row(str(turn.turn + 1), str(turn.count), *means, str(turn.most_recomputed), f"{turn.ttft_p50:.4f}")
+    return table
 
 
 def latencies(report: ServeReport) -> dict[str, Percentiles | None]:

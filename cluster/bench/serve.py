@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import httpx
 
 from tandem.cluster.bench.arrivals import Arrival, bounded, poisson, read_trace, steady
-from tandem.cluster.bench.client import Api, OpenAIClient, first_model, scrape_histogram
-from tandem.cluster.bench.prompts import PromptMaker
+from tandem.cluster.bench.client import Answer, Api, OpenAIClient, first_model, scrape_histogram
+from tandem.cluster.bench.prompts import Content, Conversation, PromptMaker
+from tandem.cluster.bench.reuse import SeenPrefixes, reusable_share
 from tandem.cluster.bench.statistics import Percentiles, RequestRecord, Summary, summarise
 from tandem.workers.errors import UserError
 
@@ -49,6 +50,10 @@ class ServeOptions:
     input_len_spread: int = 0
     output_len: int = 64
     shared_prefix_len: int = 0
+    num_turns: int = 1
+    """Requests of one conversation, one after another: each begins with the one before and its answer."""
+    turn_input_len: int = 64
+    """What every turn after the first adds to its conversation."""
     num_tokens: int | None = None
     seed: int = field(default_factory=lambda: secrets.randbelow(1 << 31))
     """Fresh by default, so that no run finds its prompts in the server's cache."""
@@ -64,10 +69,12 @@ class ServeOptions:
             raise UserError("choose one of --rate, --trace and --concurrency")
         if self.api == "chat" and self.num_tokens is not None:
             raise UserError("--tokens needs --api completions: chat messages are text")
-        for name in ("rate", "concurrency", "time_scale", "length_scale", "duration_s", "max_requests", "output_len"):
+        counts = ("concurrency", "num_turns", "turn_input_len", "max_requests", "output_len")
+        for name in (*counts, "rate", "time_scale", "length_scale", "duration_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive, but is {value}")
+                option = name.removesuffix("_s").removeprefix("num_").replace("_", "-")
+                raise UserError(f"--{option} must be positive, but is {value}")
         if not 0 <= self.input_len_spread < self.input_len:
             raise UserError("--input-len-spread must be at least 0 and less than --input-len")
         if not 0 <= self.shared_prefix_len < self.input_len:
@@ -152,6 +159,7 @@ class _Load:
         self._options = options
         self._progress = progress
         self._prompts = _prompt_maker(options)
+        self._seen = SeenPrefixes()
         self._start = time.perf_counter()
         self._client = _client(options, http, model, self._start)
         self._interrupted = asyncio.Event()
@@ -183,7 +191,7 @@ class _Load:
 
     async def _open_loop(self) -> None:
         arrivals = list(self._options.arrivals())
-        self._progress.started(len(arrivals))
+        self._progress.started(len(arrivals) * self._options.num_turns)
         # Made beforehand: drawing a long prompt takes milliseconds, which would delay others.
         prompts = [self._prompts.prompt(number, arrival) for number, arrival in enumerate(arrivals)]
         self._restart_clock()
@@ -191,14 +199,15 @@ class _Load:
         try:
             for number, (arrival, prompt) in enumerate(zip(arrivals, prompts, strict=True)):
                 await asyncio.sleep(max(0.0, arrival.at_s - self._elapsed_s()))
-                tasks.append(asyncio.ensure_future(self._send(number, arrival.at_s, arrival, prompt)))
+                tasks.append(asyncio.ensure_future(self._converse(number, arrival.at_s, arrival, prompt)))
             await asyncio.gather(*tasks)
         finally:
             await _cancel_all(tasks)
 
     async def _closed_loop(self) -> None:
         assert self._options.concurrency is not None
-        self._progress.started(self._options.max_requests)
+        max_requests = self._options.max_requests
+        self._progress.started(max_requests and max_requests * self._options.num_turns)
         numbered = enumerate(self._options.arrivals())
         self._restart_clock()
 
@@ -207,7 +216,7 @@ class _Load:
                 if self._elapsed_s() >= self._options.duration_s:
                     return
                 prompt = self._prompts.prompt(number, arrival)
-                await self._send(number, self._elapsed_s(), arrival, prompt)
+                await self._converse(number, self._elapsed_s(), arrival, prompt)
 
         tasks = [asyncio.ensure_future(one_after_another()) for _ in range(self._options.concurrency)]
         try:
@@ -215,13 +224,35 @@ class _Load:
         finally:
             await _cancel_all(tasks)
 
-    async def _send(self, number: int, scheduled_s: float, arrival: Arrival, prompt: str | list[int]) -> None:
+    async def _converse(self, number: int, scheduled_s: float, arrival: Arrival, content: Content) -> None:
+        """One request, or the turns of a conversation, which ends early when one of them fails."""
+        conversation = Conversation(content, is_chat=self._options.api == "chat")
+        num_turns = self._options.num_turns
+        for turn in range(num_turns):
+            if turn > 0:
+                conversation.ask(self._prompts.turn(number, turn, self._options.turn_input_len))
+                scheduled_s = self._elapsed_s()
+            answer = await self._send(number * num_turns + turn, turn, scheduled_s, arrival.output_len, conversation)
+            if answer is None:
+                return
+            conversation.answer(answer)
+            if turn + 1 < num_turns:
+                self._seen.add(conversation.symbols())
+
+    async def _send(
+        self, number: int, turn: int, scheduled_s: float, output_len: int, conversation: Conversation
+    ) -> Answer | None:
         self._progress.sent()
-        record = await self._client.measure(number, scheduled_s, prompt, arrival.output_len)
+        symbols = conversation.symbols()
+        reusable = reusable_share(self._seen.add(symbols), len(symbols))
+        record, answer = await self._client.measure(
+            number, scheduled_s, conversation.prompt, output_len, turn=turn, reusable=reusable
+        )
         self.records.append(record)
         self._progress.ended(record)
         if record.error == "interrupted":
             raise asyncio.CancelledError
+        return answer if record.error is None else None
 
     def _restart_clock(self) -> None:
         self._start = time.perf_counter()
@@ -253,6 +284,8 @@ def _client(options: ServeOptions, http: httpx.AsyncClient, model: str, start: f
     extra: dict[str, Any] = {"temperature": options.temperature}
     if options.ignore_eos:
         extra["ignore_eos"] = True
+    if options.num_turns > 1 and options.num_tokens is not None:
+        extra["return_token_ids"] = True
     return OpenAIClient(
         http, api=options.api, model=model, extra=extra, timeout_s=options.request_timeout_s, start=start
     )

@@ -6,7 +6,7 @@ run: from the start of the first measured request to the end of the last.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +30,10 @@ class RequestRecord:
     prompt_tokens: int | None
     cached_tokens: int | None
     output_tokens: int
+    turn: int = 0
+    """Place in its conversation; the turn before has the number before."""
+    reusable_share: float = 0.0
+    """Share of the prompt that an endless cache would have held."""
 
     @property
     def duration_s(self) -> float:
@@ -67,6 +71,21 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnFigures:
+    """One turn of all conversations, tokens per request on average. New: neither in the prompt nor in the answer of the
+    turn before. Computed: not from the cache."""
+
+    turn: int
+    count: int
+    prompt_tokens: float
+    new_tokens: float
+    computed_tokens: float
+    most_recomputed: int
+    """Most tokens that any one of them computed beyond its new ones."""
+    ttft_p50: float
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     num_ok: int
     num_failed: int
@@ -86,6 +105,10 @@ class Summary:
     goodput: Goodput
     cached_share: float | None
     """Cached prompt tokens of all prompt tokens; None when the server does not say."""
+    ideal_cached_share: float | None
+    """The same from an endless cache. None for no prompts."""
+    turns: tuple[TurnFigures, ...]
+    """Of conversations; empty when every request stands alone."""
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
@@ -135,6 +158,39 @@ def summarise(records: Sequence[RequestRecord], *, slo_ttft_s: float, slo_itl_s:
         cached_share=sum(record.cached_tokens or 0 for record in reported) / reported_prompt_tokens
         if reported_prompt_tokens
         else None,
+        ideal_cached_share=sum(record.reusable_share * (record.prompt_tokens or 0) for record in reported)
+        / reported_prompt_tokens
+        if reported_prompt_tokens
+        else None,
+        turns=turn_figures(reported),
+    )
+
+
+def turn_figures(records: Sequence[RequestRecord]) -> tuple[TurnFigures, ...]:
+    """By turn, of records with known prompt and cached tokens. A turn whose predecessor failed is left out."""
+    by_number = {record.number: record for record in records}
+    by_turn: dict[int, list[tuple[RequestRecord, int]]] = defaultdict(list)
+    for record in records:
+        before = by_number.get(record.number - 1) if record.turn else None
+        if record.turn == 0 or before is not None:
+            known = 0 if before is None else (before.prompt_tokens or 0) + before.output_tokens
+            by_turn[record.turn].append((record, (record.prompt_tokens or 0) - known))
+    if set(by_turn) <= {0}:
+        return ()
+    return tuple(_turn(turn, members) for turn, members in sorted(by_turn.items()))
+
+
+def _turn(turn: int, members: Sequence[tuple[RequestRecord, int]]) -> TurnFigures:
+    computed = [(record.prompt_tokens or 0) - (record.cached_tokens or 0) for record, _ in members]
+    new = [num_new for _, num_new in members]
+    return TurnFigures(
+        turn=turn,
+        count=len(members),
+        prompt_tokens=float(np.mean([record.prompt_tokens for record, _ in members])),
+        new_tokens=float(np.mean(new)),
+        computed_tokens=float(np.mean(computed)),
+        most_recomputed=max(mine - theirs for mine, theirs in zip(computed, new, strict=True)),
+        ttft_p50=float(np.median([record.ttft_s for record, _ in members if record.ttft_s is not None])),
     )
 
 

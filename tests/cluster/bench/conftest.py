@@ -71,7 +71,10 @@ class ScriptedServer:
                 return
             if token == 2 and behaviour == "garbage":
                 await send({"type": "http.response.body", "body": b"data: {nonsense\n\n", "more_body": True})
-            await _event(send, {"choices": [_choice(is_chat, "word ", None)]})
+            choice = _choice(is_chat, "word ", None)
+            if self.bodies[number].get("return_token_ids"):
+                choice["token_ids"] = [7]
+            await _event(send, {"choices": [choice]})
         if behaviour != "error event":
             await _event(send, {"choices": [_choice(is_chat, "", "length")]})
             await _event(send, {"choices": [], "usage": _usage(num_tokens)})

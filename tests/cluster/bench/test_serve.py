@@ -95,6 +95,32 @@ async def test_token_ids_and_shared_prefix_and_warm_up(server: ScriptedServer) -
     assert tuple(prompts[0][:8]) != tuple(measured[0][:8])
 
 
+async def test_every_turn_begins_with_the_one_before_and_its_answer(server: ScriptedServer) -> None:
+    sent = options(server, concurrency=2, max_requests=3, num_tokens=800, num_turns=3, turn_input_len=5)
+    report = await bench_serve(sent)
+    assert report.summary.num_ok == 9
+    prompts = sorted((body["prompt"] for body in server.bodies), key=len)
+    assert [len(prompt) for prompt in prompts] == [20] * 3 + [33] * 3 + [46] * 3
+    for earlier in prompts[:6]:  # the server says 7 eight times
+        assert any(later[: len(earlier) + 8] == earlier + [7] * 8 for later in prompts)
+    assert [record.turn for record in report.records] == [0, 1, 2] * 3
+    assert [record.reusable_share for record in report.records] == [0.0, 28 / 33, 41 / 46] * 3
+    assert report.summary.ideal_cached_share == pytest.approx((28 / 33 + 41 / 46) / 3)
+    assert [(turn.turn, turn.count) for turn in report.summary.turns] == [(0, 3), (1, 3), (2, 3)]
+
+
+async def test_a_chat_sends_its_whole_conversation_and_ends_with_its_first_failure(server: ScriptedServer) -> None:
+    server.plan = {2: "503"}
+    report = await bench_serve(
+        options(server, concurrency=1, max_requests=2, api="chat", num_turns=2, turn_input_len=3, output_len=2)
+    )
+    first, second = server.bodies[0]["messages"], server.bodies[1]["messages"]
+    assert second[:2] == [*first, {"role": "assistant", "content": "word word "}]
+    assert len(second[2]["content"].split()) == 3
+    assert len(server.bodies) == 3
+    assert (report.summary.num_ok, report.summary.num_failed) == (2, 1)
+
+
 async def test_every_failure_is_counted_by_kind(server: ScriptedServer) -> None:
     server.plan = {0: "503", 1: "error event", 2: "cut", 3: "garbage", 4: "503"}
     report = await bench_serve(options(server, concurrency=1, max_requests=7))

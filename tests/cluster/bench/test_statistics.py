@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import random
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tandem.cluster.bench.client import parse_histogram
+from tandem.cluster.bench.reuse import SeenPrefixes, reusable_share
 from tandem.cluster.bench.statistics import (
     Histogram,
     RequestRecord,
+    TurnFigures,
     goodput,
     is_good,
     percentiles,
     summarise,
+    turn_figures,
 )
 
 INFINITY = float("inf")
@@ -98,6 +103,39 @@ def test_summary() -> None:
     assert summary.goodput.good == 1
     assert summarise([], slo_ttft_s=1.0, slo_itl_s=0.1).output_tokens_per_s == 0.0
     assert summarise([record(cached_tokens=None)], slo_ttft_s=1.0, slo_itl_s=0.1).cached_share is None
+
+
+def test_turns_are_compared_with_the_turn_before() -> None:
+    turns = turn_figures(
+        [
+            record(number=0, prompt_tokens=100, cached_tokens=0, output_tokens=10, ttft_s=1.0),
+            record(number=1, turn=1, prompt_tokens=150, cached_tokens=96, output_tokens=10, ttft_s=0.25),
+            record(number=3, turn=1, prompt_tokens=150, cached_tokens=0, output_tokens=10),  # its first turn failed
+        ]
+    )
+    assert turns == (
+        TurnFigures(0, 1, 100.0, 100.0, 100.0, 0, 1.0),
+        TurnFigures(1, 1, 150.0, 40.0, 54.0, 14, 0.25),
+    )
+    assert turn_figures([record(number=0), record(number=1)]) == ()
+
+
+def test_seen_prefixes_against_comparing_with_everything() -> None:
+    chooser = random.Random(5)
+    seen, everything = SeenPrefixes(), list[list[int]]()
+    for _ in range(300):
+        symbols = [chooser.randrange(2) for _ in range(chooser.randrange(1, 12))]
+        expected = max((_num_common(symbols, other) for other in everything), default=0)
+        assert seen.add(symbols) == expected
+        everything.append(symbols)
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other))))
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    assert (reusable_share(8, 8), reusable_share(4, 8), reusable_share(0, 1)) == (7 / 8, 0.5, 0.0)
 
 
 def test_histogram_quantiles_are_linear_within_a_bucket() -> None:
