@@ -286,8 +286,10 @@ class _Attempt:
     def _count_start(self, event: Started) -> None:
         metrics = self._dispatcher.metrics
         metrics.prefills.labels(event.path).inc()
-        if event.cached_tokens:
-            metrics.cached_tokens.labels("prefill" if event.path == "remote" else "decode").inc(event.cached_tokens)
+        pool = "prefill" if event.path == "remote" else "decode"
+        for source, num_tokens in msgspec.structs.asdict(event.cached).items():
+            if num_tokens:
+                metrics.cached_tokens.labels(pool if source == "pool" else source).inc(num_tokens)
 
     def end(self) -> None:
         """Close the books, and stop whatever the worker still does for this request."""

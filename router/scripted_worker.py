@@ -31,6 +31,7 @@ from tandem.workers.protocol import (
 )
 from tandem.workers.types import (
     BlockCounts,
+    CachedTokens,
     Choice,
     FinishReason,
     ModelIdentity,
@@ -74,7 +75,7 @@ class Conversation:
     def send(self, message: Message) -> None:
         self._connection.send(message)
 
-    def start(self, *, cached_tokens: int = 0) -> None:
+    def start(self, *, cached: CachedTokens | None = None) -> None:
         prefill = self.submit.prefill
         self.send(
             Started(
@@ -82,7 +83,7 @@ class Conversation:
                 path="local" if prefill is None else "remote",
                 prefill_worker=self.worker.worker_id if prefill is None else prefill.worker_id,
                 decode_worker=self.worker.worker_id,
-                cached_tokens=cached_tokens,
+                cached=cached or CachedTokens(),
                 queue_s=0.0,
             )
         )

@@ -16,6 +16,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tandem.workers.connection import Connection
 from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
@@ -161,13 +163,7 @@ class DecodeWorker:
             raise ProtocolError(f"request id {request.request_id!r} is in use on this connection")
         engine_id = f"{self.address.worker_id}.{self.address.epoch}.{next(self._numbers)}"
         active = ActiveRequest(connection, request, engine_id, message.prefill)
-        renamed = Request(
-            request_id=engine_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            choices=request.choices,
-            salt=request.salt,
-        )
+        renamed = msgspec.structs.replace(request, request_id=engine_id)
         try:
             active.sequences = self.engine.add(renamed, wants_remote=message.prefill is not None)
         except RequestError as error:
@@ -198,7 +194,7 @@ class DecodeWorker:
                 path="local" if delivered is None else "remote",
                 prefill_worker=self.address.worker_id if delivered is None else delivered.worker_id,
                 decode_worker=self.address.worker_id,
-                cached_tokens=sequence.num_cached_tokens if delivered is None else delivered.cached_tokens,
+                cached=sequence.cached if delivered is None else delivered.cached,
                 queue_s=queued_s,
                 handover_s=handover_s,
             )

@@ -26,7 +26,7 @@ from tandem.workers.errors import RequestError
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
 from tandem.workers.sequence import Sequence, Status
-from tandem.workers.types import BlockCounts, FinishReason, ModelIdentity, Request
+from tandem.workers.types import BlockCounts, FillSource, FinishReason, ModelIdentity, Request
 from tandem.workers.validation import validate_request
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,10 @@ class Engine:
     """See the module. Callbacks are optional attributes, called on the accounting thread, and must not raise:
 
     `on_outputs(list)`   every `StepOutput` of a step of `run()`, at once
-    `on_incoming(seq)`   a sequence became INCOMING; end it with exactly one of `handover_finished`,
-                         `handover_abandoned`, or, once cancelled, `release_incoming`
+    `on_incoming(seq)`   a sequence became INCOMING: restore its `num_tier_blocks`, fetch what a peer holds beyond them
+                         (`num_source_blocks`), and tell of both with `blocks_arrived`; if it `wants_remote`, hand it
+                         over. End with exactly one of `handover_finished`, `handover_abandoned`, or, once cancelled,
+                         `release_incoming`
     `on_step(times)`     after each step
     """
 
@@ -127,12 +129,14 @@ class Engine:
             hold=hold,
         )
 
-    def add(self, request: Request, *, wants_remote: bool = False, hold: bool = False) -> list[Sequence]:
+    def add(
+        self, request: Request, *, wants_remote: bool = False, hold: bool = False, num_source_blocks: int = 0
+    ) -> list[Sequence]:
         """Queue all choices of a request and return their sequences, lowest choice first. Validates.
 
         The lowest choice is the leader; its siblings follow when the prompt is in the cache. `wants_remote`: somebody
         else may compute the KV (decode worker). `hold`: compute the prompt and one token, then keep the blocks until
-        `release` (prefill worker).
+        `release` (prefill worker). `num_source_blocks`: so many first blocks of the prompt a peer is said to hold.
         """
         self.validate(request, hold=hold)
         root = root_key(self.config.cluster_key, self.identity, request.salt)
@@ -148,10 +152,12 @@ class Engine:
                 order=next(self._arrivals),
                 wants_remote=wants_remote,
                 hold=hold,
+                retention=request.retention,
+                num_source_blocks=num_source_blocks if index == 0 else 0,
                 status=Status.BLOCKED,
                 queued_at=now,
             )
-            for choice in sorted(request.choices, key=lambda choice: choice.index)
+            for index, choice in enumerate(sorted(request.choices, key=lambda choice: choice.index))
         ]
         leader, *leader.siblings = sequences
         leader.status = Status.WAITING
@@ -180,7 +186,16 @@ class Engine:
             self._finish(sequence)
             self.wake()
 
-    # Handover: the decode worker's side. All of them also take a cancelled sequence, whose blocks they then free.
+    # Fills, of which a handover is one. The ends of one also take a cancelled sequence, whose blocks they then free.
+
+    def blocks_arrived(self, sequence: Sequence, num_tokens: int, source: FillSource) -> None:
+        """The first `num_tokens` (whole blocks) of an INCOMING sequence have checked KV, the latest of it from
+        `source`. Others may share these blocks at once, and nobody may write into them any more: the rest of a fill
+        writes from `sequence.num_computed` on. No effect once it is cancelled."""
+        if not sequence.is_finished:
+            assert sequence.status is Status.INCOMING, sequence.status
+            self.scheduler.blocks_arrived(sequence, num_tokens, source)
+            self.wake()
 
     def handover_finished(self, sequence: Sequence, first_token: SampledToken) -> StepOutput | None:
         """All tokens of an INCOMING sequence have KV, and this is the token that follows. It counts as sampled here
@@ -251,7 +266,6 @@ class Engine:
         for sequence in itertools.chain(incoming, (chunk.sequence for chunk in chunks)):
             if sequence.admitted_at is None:
                 sequence.admitted_at = started
-                sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         step = Step(Batch(tuple(map(_item, chunks))), tuple(chunks)) if chunks else None
         self._in_flight = tuple(chunks)
         self._schedule_s = time.monotonic() - started

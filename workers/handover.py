@@ -20,7 +20,7 @@ from tandem.workers.peers import Inbox, PrefillPeer, PrefillPeers
 from tandem.workers.protocol import Cancel, Confirm, Confirmed, Failed, Prefill, TicketPart
 from tandem.workers.sequence import Sequence
 from tandem.workers.transfer.base import Transfer
-from tandem.workers.types import KVTicket, TicketBlock, WorkerAddress
+from tandem.workers.types import CachedTokens, KVTicket, TicketBlock, WorkerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Delivered:
 
     worker_id: str
     first_token: SampledToken
-    cached_tokens: int
+    cached: CachedTokens
     prefill_ended_at: float
     """`time.monotonic()` when the last part of the ticket arrived here: the clocks of two hosts cannot be compared."""
 
@@ -132,7 +132,7 @@ class Handover:
         await self._confirm(peer, inbox, reader.blocks.values())
         assert reader.last is not None
         first_token = _checked_first_token(reader.last)
-        return Delivered(peer.address.worker_id, first_token, reader.last.cached_tokens, prefill_ended_at)
+        return Delivered(peer.address.worker_id, first_token, reader.last.cached, prefill_ended_at)
 
     def _question(self) -> Prefill:
         sequence = self._sequence
@@ -143,6 +143,7 @@ class Handover:
             sampling=sequence.params,
             choice=sequence.choice,
             salt=self._salt,
+            retention=sequence.retention,
         )
 
     async def _next(self, inbox: Inbox) -> TicketPart | Confirmed:

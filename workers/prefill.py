@@ -140,6 +140,7 @@ class PrefillWorker:
             sampling=message.sampling,
             choices=(Choice(index=message.choice, emitted_token_ids=emitted),),
             salt=message.salt,
+            retention=message.retention,
         )
         try:
             (sequence,) = self.engine.add(request, hold=True)
@@ -171,7 +172,7 @@ class PrefillWorker:
             part=promise.num_parts,
             blocks=blocks,
             lease_s=self.lease_s,
-            cached_tokens=sequence.num_cached_tokens,
+            cached=sequence.cached,
             last=is_last,
             first_token=_first_token(promise, output) if is_last else None,
         )

@@ -10,9 +10,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 CacheEvent = Callable[[Literal["stored", "removed"], bytes], None]
+DEFAULT_PRIORITY = 35
+
+
+class OnEvict(Protocol):
+    """Told of a block that was just forgotten. Its content stays in place until this returns."""
+
+    def __call__(
+        self, key: bytes, parent_key: bytes | None, token_ids: tuple[int, ...], block_id: int, priority: int
+    ) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +39,9 @@ class Node:
 class PrefixCache:
     """All costs are per block: dict look-ups, and O(log n) for the eviction heap."""
 
-    def __init__(self, block_size: int, on_event: CacheEvent | None = None) -> None:
+    def __init__(self, block_size: int, on_event: CacheEvent | None = None, on_evict: OnEvict | None = None) -> None:
         self.block_size = block_size
+        self.on_evict = on_evict
         self._on_event = on_event
         self._by_key: dict[bytes, Node] = {}
         self._by_block: dict[int, Node] = {}
@@ -115,6 +125,9 @@ class PrefixCache:
                 self._push(node.parent)
         if self._on_event is not None:
             self._on_event("removed", node.key)
+        if self.on_evict is not None:
+            parent_key = None if node.parent is None else node.parent.key
+            self.on_evict(node.key, parent_key, node.token_ids, block_id, DEFAULT_PRIORITY)
         return block_id
 
     def keys(self) -> list[bytes]:

@@ -32,6 +32,7 @@ from typing import Literal
 import msgspec
 
 from tandem.workers.types import (
+    CachedTokens,
     KVSource,
     KVTicket,
     ModelIdentity,
@@ -130,7 +131,7 @@ class Started(Message, frozen=True, kw_only=True):
     path: PrefillPath
     prefill_worker: str
     decode_worker: str
-    cached_tokens: int
+    cached: CachedTokens
     queue_s: float
     handover_s: float | None = None
     """From the end of prefill to the sequence joining the batch; None when it was prefilled locally."""

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Protocol
 
 from tandem.workers.block_key import next_key
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
 from tandem.workers.prefix_cache import PrefixCache
 from tandem.workers.sequence import Sequence, Status
+from tandem.workers.types import CachedTokens, FillSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,18 @@ class Chunk:
 
     sequence: Sequence
     num_tokens: int
+
+
+class Tiers(Protocol):
+    """Where evicted blocks go: what can be had back from there."""
+
+    def num_held(self, keys: SequenceOf[bytes]) -> int:
+        """How many of these keys, from the first on, lower tiers hold without a gap."""
+
+
+class NoTiers:
+    def num_held(self, keys: SequenceOf[bytes]) -> int:
+        return 0
 
 
 def _order(sequence: Sequence) -> int:
@@ -76,6 +91,10 @@ class Scheduler:
         self.running = ByAge()
         self.incoming: dict[int, Sequence] = {}
         """By order. Also those that were cancelled and whose blocks may still be written."""
+        self.tiers: Tiers = NoTiers()
+        self.is_fill_faster: Callable[[Sequence], bool] = lambda sequence: True
+        """Whether to fetch what tiers or a peer hold beyond the pool, or to compute it. Reads the sequence's
+        `num_pool_blocks`, `num_tier_blocks` and `num_source_blocks`; asked only when there is something to fetch."""
         self.num_preemptions = 0
 
     # The step
@@ -137,10 +156,23 @@ class Scheduler:
         if sequence.is_finished:
             self._release(sequence)
 
-    # Handover
+    # Fills
+
+    def blocks_arrived(self, sequence: Sequence, num_tokens: int, source: FillSource) -> None:
+        """The first `num_tokens` (whole blocks) of an INCOMING sequence have KV: anybody may share these blocks."""
+        first, end = self._first_incoming(sequence), num_tokens // self.block_size
+        assert num_tokens == end * self.block_size, f"{num_tokens} tokens are not whole blocks"
+        assert end <= len(sequence.block_ids), f"{num_tokens} tokens for {len(sequence.block_ids)} blocks"
+        if end <= first:
+            return
+        num_countable = min(num_tokens, sequence.num_prompt_tokens) - sequence.num_computed
+        if sequence.num_admissions == 1 and num_countable > 0:
+            sequence.cached = sequence.cached.plus(source, num_countable)
+        self.pool.arrived(sequence.block_ids[first:end])
+        self.advance(sequence, num_tokens - sequence.num_computed)
 
     def arrived(self, sequence: Sequence, num_valid_tokens: int) -> None:
-        """The handover has ended: the first `num_valid_tokens` have KV. The sequence joins the batch."""
+        """The fill has ended: the first `num_valid_tokens` have KV. The sequence joins the batch."""
         self.pool.arrived(sequence.block_ids[self._first_incoming(sequence) :])
         del self.incoming[sequence.order]
         sequence.wants_remote = False
@@ -206,6 +238,7 @@ class Scheduler:
         self._release(sequence)
         sequence.num_computed = 0
         sequence.wants_remote = False
+        sequence.num_source_blocks = 0  # as the handover: who failed once is not asked again
         sequence.status = Status.WAITING
         self.waiting.add(sequence)
 
@@ -213,7 +246,8 @@ class Scheduler:
         """A newcomer that reads its own prompt needs budget for a block: admitted later, it may find more cached."""
         if not self.waiting or len(self.running) + len(self.incoming) >= self.max_running:
             return False
-        return budget >= self.block_size or self.waiting.oldest.wants_remote
+        oldest = self.waiting.oldest
+        return budget >= self.block_size or oldest.wants_remote or oldest.num_source_blocks > 0
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Own blocks for all its tokens, cached ones first; at least one token is left to compute."""
@@ -228,8 +262,20 @@ class Scheduler:
         sequence.block_ids = matched + self.pool.allocate(num_new)
         sequence.num_computed = len(matched) * self.block_size
         sequence.num_registered = len(matched)
+        sequence.num_pool_blocks = len(matched)
+        sequence.num_tier_blocks = self.tiers.num_held(sequence.block_keys[len(matched) : num_matchable])
+        self._count_cached(sequence)
         self._join(sequence)
         return True
+
+    def _count_cached(self, sequence: Sequence) -> None:
+        """When it comes back, it finds what it computed itself, too: no more than the first time is from elsewhere."""
+        sequence.num_admissions += 1
+        num_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        if sequence.num_admissions == 1:
+            sequence.cached = CachedTokens(pool=num_tokens)
+        elif sequence.first_token_at is None:  # nobody was told yet
+            sequence.cached = sequence.cached.at_most(num_tokens)
 
     def _headroom(self, newcomer: Sequence) -> int:
         """Blocks to leave free: one for each that may grow. Without it, an overloaded worker admits and preempts in
@@ -238,14 +284,25 @@ class Scheduler:
 
     def _join(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
-        if sequence.wants_remote and sequence.num_uncomputed > self.config.local_prefill_tokens:
+        is_filled = self._is_filled(sequence)
+        num_filled = sequence.num_tier_blocks * self.block_size if is_filled else 0
+        if sequence.num_uncomputed - num_filled <= self.config.local_prefill_tokens:
+            sequence.wants_remote = False
+        if is_filled or sequence.wants_remote:
             self.pool.expect(sequence.block_ids[sequence.num_registered :])
             sequence.status = Status.INCOMING
             self.incoming[sequence.order] = sequence
         else:
-            sequence.wants_remote = False
             sequence.status = Status.RUNNING
             self.running.add(sequence)
+
+    def _is_filled(self, sequence: Sequence) -> bool:
+        """Whether tiers or a peer hold blocks beyond those found here, and it pays to fetch them."""
+        num_matchable = (len(sequence.token_ids) - 1) // self.block_size
+        sequence.num_source_blocks = min(sequence.num_source_blocks, num_matchable)
+        if sequence.num_tier_blocks == 0 and sequence.num_source_blocks <= sequence.num_pool_blocks:
+            return False
+        return self.is_fill_faster(sequence)
 
     def _cut(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Append the largest chunk that fits: the rest, or whole blocks (prompts are read from block border on)."""
@@ -259,8 +316,8 @@ class Scheduler:
     # Blocks and their names
 
     def _first_incoming(self, sequence: Sequence) -> int:
-        """Index of the first block that a handover fills: everything before it was cached when it was admitted."""
-        return sequence.num_registered
+        """Index of the first block of an INCOMING sequence that is still being filled."""
+        return sequence.num_computed // self.block_size
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
         keys, size = sequence.block_keys, self.block_size

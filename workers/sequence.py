@@ -7,7 +7,10 @@ The life of a sequence (every arrow is an edge with a time stamp in `Sequence`, 
 
     RUNNING ──preempted──> WAITING
     RUNNING ──prompt computed, `hold`──> HELD ──release──> FINISHED                     (prefill worker)
-    WAITING ──admitted, `wants_remote`──> INCOMING ──finished or abandoned──> RUNNING   (decode worker)
+    WAITING ──admitted, a fill follows──> INCOMING ──finished or abandoned──> RUNNING
+
+A *fill* brings KV that was computed before or elsewhere: from lower tiers of this worker, then from a peer that holds
+the beginning of the prompt; on a decode worker (`wants_remote`) a handover brings all that is left.
 
 Cancel leads from every state to FINISHED. Two kinds of sequence still own blocks after that, while somebody may still
 write into them: one whose step is in flight (until `apply`), and one that was INCOMING (until the handover says so).
@@ -18,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tandem.workers.types import SamplingParams
+from tandem.workers.types import CachedTokens, Retention, SamplingParams
 
 
 class Status(Enum):
@@ -29,7 +32,7 @@ class Status(Enum):
     RUNNING = auto()
     """Owns blocks for all its tokens; part of the next steps."""
     INCOMING = auto()
-    """Owns blocks for all its tokens, which a handover is filling."""
+    """Owns blocks for all its tokens, which a fill is filling."""
     HELD = auto()
     """Prompt computed, first token sampled; owns its blocks until `Engine.release`."""
     FINISHED = auto()
@@ -55,11 +58,19 @@ class Sequence:
     """Arrival: the lower, the older. Survives preemption."""
     wants_remote: bool = False
     hold: bool = False
+    retention: Retention = field(default_factory=Retention)
+    num_source_blocks: int = 0
+    """First blocks of the prompt that a peer is said to hold."""
 
     status: Status = Status.WAITING
     num_computed: int = 0
-    num_cached_tokens: int = 0
-    """Prompt tokens whose KV was in the prefix cache when the sequence was first admitted."""
+    num_admissions: int = 0
+    num_pool_blocks: int = 0
+    """First blocks that were here when it was admitted. Set at each admission, like the next one."""
+    num_tier_blocks: int = 0
+    """Blocks behind these that lower tiers of this worker hold."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    """Prompt tokens whose KV this worker did not have to compute for it."""
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0

@@ -12,6 +12,7 @@ import msgspec
 Role = Literal["prefill", "decode", "aggregated"]
 FinishReason = Literal["stop", "length"]
 PrefillPath = Literal["remote", "local"]
+FillSource = Literal["peer", "host", "disk"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,6 +135,19 @@ class BlockCounts(Record, frozen=True, kw_only=True):
         return self.free + self.cached + self.used + self.incoming + self.quarantined == self.total
 
 
+class WorkerSpeeds(Record, frozen=True, kw_only=True):
+    """What this worker's steps take, in seconds, as measured so far (workers/speeds.py). None: not measured yet.
+
+    A token of a prompt takes `prefill_token_s + prefill_attended_s * (tokens it attends to)`; a step of n sequences that
+    decode takes `decode_step_s + decode_sequence_s * n`.
+    """
+
+    prefill_token_s: float | None = None
+    prefill_attended_s: float | None = None
+    decode_step_s: float | None = None
+    decode_sequence_s: float | None = None
+
+
 class WorkerSnapshot(Record, frozen=True, kw_only=True):
     """What a worker says of itself once a second, and what the router's policy decides on."""
 
@@ -147,6 +161,11 @@ class WorkerSnapshot(Record, frozen=True, kw_only=True):
     num_waiting_tokens: int
     """Prompt tokens that are admitted or queued and not yet computed."""
     max_model_len: int
+    max_num_batched_tokens: int = 512
+    """A prompt is read in chunks of at most so many tokens; sequences that decode wait for each."""
+    max_num_seqs: int | None = None
+    """Sequences that run at once; more of them wait. None: not told."""
+    speeds: WorkerSpeeds = WorkerSpeeds()
     counters: dict[str, float] = {}
     """Monotonic counters for /metrics, keyed `name` or `name{label="value"}` (see workers/metrics.py)."""
     histograms: dict[str, tuple[float, ...]] = {}
@@ -163,6 +182,34 @@ class TicketBlock(Record, array_like=True, frozen=True, kw_only=True):
     """xxh3-128 of the block's bytes, 16 bytes."""
 
 
+class CachedTokens(Record, frozen=True, kw_only=True):
+    """Prompt tokens whose KV was not computed for a request by the worker that read its prompt, by where it was found.
+    Never more tokens than the prompt has."""
+
+    pool: int = 0
+    """In the worker's own block pool."""
+    peer: int = 0
+    """In another worker's pool, and fetched."""
+    host: int = 0
+    """In host memory, where evicted blocks go."""
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.pool + self.peer + self.host + self.disk
+
+    def plus(self, source: FillSource, num_tokens: int) -> CachedTokens:
+        return msgspec.structs.replace(self, **{source: getattr(self, source) + num_tokens})
+
+    def at_most(self, num_tokens: int) -> CachedTokens:
+        """What is left of these when only the first `num_tokens` count. The pool's come first, then host memory's."""
+        left: dict[str, int] = {}
+        for source in ("pool", "host", "disk", "peer"):
+            left[source] = min(getattr(self, source), num_tokens)
+            num_tokens -= left[source]
+        return CachedTokens(**left)
+
+
 class KVTicket(Record, frozen=True, kw_only=True):
     """A part of the prefill worker's promise: these blocks hold this request's KV until the lease ends.
 
@@ -176,7 +223,7 @@ class KVTicket(Record, frozen=True, kw_only=True):
     part: int
     blocks: tuple[TicketBlock, ...]
     lease_s: float
-    cached_tokens: int
-    """Prompt tokens whose KV the prefill worker did not have to compute."""
+    cached: CachedTokens
+    """Whose KV the prefill worker did not have to compute."""
     last: bool = False
     first_token: TokenChunk | None = None

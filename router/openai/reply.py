@@ -122,7 +122,7 @@ class Reply:
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt) for prompt in self._plan.prompts)
         completion = sum(len(answer.total.token_ids) for answer in self._answers.values())
-        cached = sum(event.cached_tokens for event in self._started.values())
+        cached = sum(event.cached.total for event in self._started.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

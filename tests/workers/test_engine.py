@@ -104,7 +104,7 @@ def test_second_time_comes_from_the_cache(make_engine: MakeEngine, make_request:
     for turn, num_cached in enumerate([0, 28]):
         [sequence] = engine.add(make_request(str(turn), range(30)))
         assert run(engine)[str(turn), 0] == expected_tokens(range(30), 8, seed=0)
-        assert sequence.num_cached_tokens == num_cached
+        assert sequence.cached.total == num_cached
 
 
 def test_generated_blocks_are_cached_too(make_engine: MakeEngine, make_request: MakeRequest) -> None:
@@ -113,7 +113,7 @@ def test_generated_blocks_are_cached_too(make_engine: MakeEngine, make_request: 
     answer = run(engine)["first", 0]
     [sequence] = engine.add(make_request("second", [*range(10), *answer, 5]))
     run(engine)
-    assert sequence.num_cached_tokens == 28, "29 tokens had KV: all but the last generated one"
+    assert sequence.cached.total == 28, "29 tokens had KV: all but the last generated one"
 
 
 def test_tenants_share_nothing(make_engine: MakeEngine, make_request: MakeRequest) -> None:
@@ -121,7 +121,7 @@ def test_tenants_share_nothing(make_engine: MakeEngine, make_request: MakeReques
     for salt in ("red", "blue"):
         [sequence] = engine.add(make_request(salt, range(30), salt=salt))
         run(engine)
-        assert sequence.num_cached_tokens == 0
+        assert sequence.cached.total == 0
 
 
 def test_continued_request_goes_on_as_if_nothing_had_happened(
@@ -145,7 +145,7 @@ def test_choices_share_the_prompt_that_the_first_computes(make_engine: MakeEngin
         assert [output.sequence.choice for output in engine.step()] == [0]
     assert [sequence.status for sequence in sequences] == [Status.RUNNING, Status.WAITING, Status.WAITING]
     tokens = run(engine)
-    assert [sequence.num_cached_tokens for sequence in sequences] == [0, 40, 40]
+    assert [sequence.cached.total for sequence in sequences] == [0, 40, 40]
     for choice in (1, 3):
         assert tokens["r", choice] == expected_tokens(range(41), 8, seed=0, choice=choice)
 
@@ -353,7 +353,7 @@ def test_siblings_use_the_prompt_that_was_handed_over(make_engine: MakeEngine, m
     fill(engine, leader, 0, 30)
     engine.handover_finished(leader, next_token(engine, leader))
     assert run(engine)["r", 1] == expected_tokens(range(30), 8, seed=0, choice=1)
-    assert sibling.num_cached_tokens == 28
+    assert sibling.cached.total == 28
 
 
 @pytest.mark.parametrize("num_valid", [0, 3, 4, 17, 32])
