@@ -44,7 +44,8 @@ def serve(
     input_len: Annotated[int, typer.Option(help="Prompt length, tokens (or common words, see --tokens).")] = 512,
     input_len_spread: Annotated[int, typer.Option(help="Prompt lengths are uniform within +- this.")] = 0,
     output_len: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 64,
-    shared_prefix_len: Annotated[int, typer.Option(help="First tokens that all prompts have in common.")] = 0,
+    shared_prefix_len: Annotated[int, typer.Option(help="First tokens that prompts have in common.")] = 0,
+    shared_prefixes: Annotated[int, typer.Option(help="So many different ones, drawn at random per prompt.")] = 1,
     turns: Annotated[
         int, typer.Option(help="Requests per conversation: each repeats the one before and its answer, and goes on.")
     ] = 1,
@@ -94,6 +95,7 @@ def serve(
             input_len_spread=input_len_spread,
             output_len=output_len,
             shared_prefix_len=shared_prefix_len,
+            num_shared_prefixes=shared_prefixes,
             num_turns=turns,
             turn_input_len=turn_input_len,
             num_tokens=tokens,

@@ -10,7 +10,7 @@ from tandem.cluster.bench.client import Answer, Messages, Prompt
 Content = str | list[int]
 """What one side says: text, or token ids."""
 
-_OWN, _SHARED, _BLOCK, _WARM_UP, _TURN = range(5)
+_OWN, _SHARED, _BLOCK, _WARM_UP, _TURN, _CHOICE = range(6)
 """Streams of randomness; the first number after the seed."""
 
 _TEXT = """
@@ -39,10 +39,13 @@ class PromptMaker:
     With `num_tokens`, ids come from the upper seven eighths of the range: special tokens mostly have low ids.
     """
 
-    def __init__(self, seed: int, *, num_tokens: int | None, shared_prefix_len: int) -> None:
+    def __init__(
+        self, seed: int, *, num_tokens: int | None, shared_prefix_len: int, num_shared_prefixes: int = 1
+    ) -> None:
         self._seed = seed
         self._num_tokens = num_tokens
         self._shared_prefix_len = shared_prefix_len
+        self._num_shared_prefixes = num_shared_prefixes
 
     def prompt(self, number: int, arrival: Arrival) -> Content:
         """The prompt of the `number`-th request, or of the first turn of the `number`-th conversation."""
@@ -64,7 +67,8 @@ class PromptMaker:
                 for symbol in self._draw(_BLOCK, content_id, arrival.content_block_len)
             ][: arrival.input_len]
         else:
-            start = self._draw(_SHARED, 0, self._shared_prefix_len)
+            chooser = np.random.default_rng((self._seed, _CHOICE, stream, number))
+            start = self._draw(_SHARED, int(chooser.integers(self._num_shared_prefixes)), self._shared_prefix_len)
         # At least one symbol of its own, unless the trace says that the whole prompt is shared.
         missing = arrival.input_len - len(start) if arrival.content_ids else max(1, arrival.input_len - len(start))
         return start + self._draw(stream, number, missing)

@@ -50,6 +50,8 @@ class ServeOptions:
     input_len_spread: int = 0
     output_len: int = 64
     shared_prefix_len: int = 0
+    num_shared_prefixes: int = 1
+    """Every prompt begins with one of so many, drawn at random."""
     num_turns: int = 1
     """Requests of one conversation, one after another: each begins with the one before and its answer."""
     turn_input_len: int = 64
@@ -69,7 +71,7 @@ class ServeOptions:
             raise UserError("choose one of --rate, --trace and --concurrency")
         if self.api == "chat" and self.num_tokens is not None:
             raise UserError("--tokens needs --api completions: chat messages are text")
-        counts = ("concurrency", "num_turns", "turn_input_len", "max_requests", "output_len")
+        counts = ("concurrency", "num_shared_prefixes", "num_turns", "turn_input_len", "max_requests", "output_len")
         for name in (*counts, "rate", "time_scale", "length_scale", "duration_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -277,7 +279,12 @@ async def _warm_up(options: ServeOptions, http: httpx.AsyncClient, model: str) -
 
 
 def _prompt_maker(options: ServeOptions) -> PromptMaker:
-    return PromptMaker(options.seed, num_tokens=options.num_tokens, shared_prefix_len=options.shared_prefix_len)
+    return PromptMaker(
+        options.seed,
+        num_tokens=options.num_tokens,
+        shared_prefix_len=options.shared_prefix_len,
+        num_shared_prefixes=options.num_shared_prefixes,
+    )
 
 
 def _client(options: ServeOptions, http: httpx.AsyncClient, model: str, start: float) -> OpenAIClient:

@@ -95,6 +95,15 @@ async def test_token_ids_and_shared_prefix_and_warm_up(server: ScriptedServer) -
     assert tuple(prompts[0][:8]) != tuple(measured[0][:8])
 
 
+async def test_several_shared_prefixes(server: ScriptedServer) -> None:
+    await bench_serve(options(server, concurrency=4, max_requests=30, shared_prefix_len=8, num_shared_prefixes=3))
+    prompts = [body["prompt"].split() for body in server.bodies]
+    beginnings = [tuple(prompt[:8]) for prompt in prompts]
+    assert len(set(beginnings)) == 3
+    assert min(beginnings.count(beginning) for beginning in set(beginnings)) > 2
+    assert len({tuple(prompt) for prompt in prompts}) == 30
+
+
 async def test_every_turn_begins_with_the_one_before_and_its_answer(server: ScriptedServer) -> None:
     sent = options(server, concurrency=2, max_requests=3, num_tokens=800, num_turns=3, turn_input_len=5)
     report = await bench_serve(sent)
