@@ -41,6 +41,16 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     """Ends the choice with finish_reason "stop"; the token itself is part of the output. The gateway puts the model's
     end-of-sequence ids here unless the client asked to ignore them."""
+    min_tokens: int = 0
+    """No token of `stop_token_ids` is sampled before so many tokens were generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit before anything else)."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these can be sampled. None: all."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences that are never completed: the last token of one is not sampled behind the others."""
+    grammar: str | None = None
+    """What the answer must match, in the Lark dialect of llguidance. The answer may end where it matches."""
 
 
 class Choice(Record, frozen=True, kw_only=True):
@@ -138,8 +148,8 @@ class BlockCounts(Record, frozen=True, kw_only=True):
 class WorkerSpeeds(Record, frozen=True, kw_only=True):
     """What this worker's steps take, in seconds, as measured so far (workers/speeds.py). None: not measured yet.
 
-    A token of a prompt takes `prefill_token_s + prefill_attended_s * (tokens it attends to)`; a step of n sequences that
-    decode takes `decode_step_s + decode_sequence_s * n`.
+    A token of a prompt takes `prefill_token_s + prefill_attended_s * (tokens it attends to)`, a step of n sequences
+    that decode `decode_step_s + decode_sequence_s * n`.
     """
 
     prefill_token_s: float | None = None

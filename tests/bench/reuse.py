@@ -6,7 +6,8 @@
 mooncake: a production trace, scaled down, its repeated contents repeated. shared: prompts that begin with one of many
 long system prompts. turns: conversations, each turn of which repeats all before. Two prefill and two decode workers.
 One server at a time, rounds alternate which policy begins, every run of a round sends the same prompts to a fresh
-server. Prints the share of prompt tokens that came from a cache, beside what an endless cache would give, and latencies.
+server. Prints the share of prompt tokens that came from a cache, beside what an endless cache would give, and
+latencies.
 """
 
 from __future__ import annotations
