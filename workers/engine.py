@@ -74,6 +74,10 @@ class StepTimes:
     schedule_s: float
     execute_s: float
     apply_s: float
+    num_decodes: int = 0
+    """Sequences that computed one token."""
+    num_attended: int = 0
+    """Tokens that the tokens of the other sequences attended to, added up."""
 
 
 class Engine:
@@ -295,7 +299,18 @@ class Engine:
         if self.on_step is not None:
             apply_s = time.monotonic() - started
             num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
-            self.on_step(StepTimes(len(step.chunks), num_tokens, self._schedule_s, execute_s, apply_s))
+            reads = [item for item in step.batch.items if len(item.token_ids) > 1]
+            self.on_step(
+                StepTimes(
+                    len(step.chunks),
+                    num_tokens,
+                    self._schedule_s,
+                    execute_s,
+                    apply_s,
+                    num_decodes=len(step.chunks) - len(reads),
+                    num_attended=sum(map(_num_attended, reads)),
+                )
+            )
         return outputs
 
     async def run(self) -> None:
@@ -402,6 +417,12 @@ class Engine:
         del choices[sequence.choice]
         if not choices:
             del self._requests[sequence.request_id]
+
+
+def _num_attended(item: BatchItem) -> int:
+    """Each token attends to all before it and to itself."""
+    num_tokens = len(item.token_ids)
+    return num_tokens * item.start + num_tokens * (num_tokens + 1) // 2
 
 
 def _item(chunk: Chunk) -> BatchItem:

@@ -29,6 +29,7 @@ from tandem.workers.peers import PrefillPeers, write_probe_pattern
 from tandem.workers.prefill import PrefillWorker
 from tandem.workers.prefix_cache import CacheEvent
 from tandem.workers.protocol import PROTOCOL_VERSION, AnyMessage, Ping, Pong
+from tandem.workers.speeds import SpeedMeter
 from tandem.workers.transfer.backends import create_transfer
 from tandem.workers.transfer.base import KVPoolMemory, Transfer
 from tandem.workers.transfer.local import LocalPools
@@ -70,6 +71,7 @@ class WorkerServer:
     ) -> None:
         self.config = config
         self.metrics = WorkerMetrics()
+        self._speed_meter = SpeedMeter()
         self._on_cache_event = on_cache_event
         self._progress = on_progress or logger.info
         self._local_pools = local_pools
@@ -135,6 +137,9 @@ class WorkerServer:
             num_waiting=self.engine.num_waiting,
             num_waiting_tokens=self.engine.num_waiting_tokens,
             max_model_len=self.config.max_model_len,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            speeds=self._speed_meter.speeds(),
             counters=self.metrics.counters | self._step_counts.series(self.config.role),
             histograms=self.metrics.take_observations(),
         )
@@ -197,7 +202,14 @@ class WorkerServer:
             self.role.connection_lost(connection)
 
     def _observe_step(self, times: StepTimes) -> None:
-        self.metrics.observe("step_seconds", times.schedule_s + times.execute_s + times.apply_s)
+        seconds = times.schedule_s + times.execute_s + times.apply_s
+        self.metrics.observe("step_seconds", seconds)
+        self._speed_meter.observe_step(
+            seconds,
+            num_decodes=times.num_decodes,
+            num_prefill_tokens=times.num_tokens - times.num_decodes,
+            num_attended=times.num_attended,
+        )
 
 
 def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[ModelConfig, KVCache, ModelRunner]:

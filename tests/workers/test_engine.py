@@ -594,6 +594,7 @@ def test_numbers_of_a_snapshot(make_engine: MakeEngine, make_request: MakeReques
     assert (engine.num_running, engine.num_waiting) == (2, 2)
     assert engine.num_waiting_tokens == 30 - 4 - 4 + 10
     assert [(t.num_sequences, t.num_tokens) for t in times] == [(2, 8), (2, 5)]
+    assert [(t.num_decodes, t.num_attended) for t in times] == [(0, 2 * (1 + 2 + 3 + 4)), (1, 5 + 6 + 7 + 8)]
 
 
 def test_edges_of_a_life_are_stamped_in_order(make_engine: MakeEngine, make_request: MakeRequest) -> None:
