@@ -36,6 +36,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     """Most tokens that one step computes; prefill chunks are cut to it, in multiples of the block."""
     kv_cache_memory_bytes: int = 1 << 30
+    kv_host_memory_bytes: int = 0
+    """Host memory for blocks that the KV cache evicts. 0: none."""
+    kv_disk_path: Path | None = None
+    """A folder, in which this worker makes one of its own, for blocks that host memory (or the cache) gives up."""
+    kv_disk_bytes: int = 0
+    """Most bytes that it may take there."""
     transfer: TransferName = "nixl"
     num_threads: int = 1
     seed: int = 0
@@ -68,4 +74,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         require(self.num_threads >= 1, "num_threads", "must be at least 1")
         require(self.kv_cache_memory_bytes > 0, "kv_cache_memory_bytes", "must be positive")
+        require(self.kv_host_memory_bytes >= 0, "kv_host_memory_bytes", "must not be negative")
+        require(self.kv_disk_bytes >= 0, "kv_disk_bytes", "must not be negative")
+        require(
+            (self.kv_disk_path is None) == (self.kv_disk_bytes == 0), "kv_disk_bytes", "and kv_disk_path go together"
+        )
         require(self.tuning_deadline_s >= 0, "tuning_deadline_s", "must not be negative")

@@ -35,12 +35,30 @@ class KVCache:
         """Address of block 0; block i is `i * block_bytes` behind it."""
         return self.tensor.data_ptr()
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """All of it, also what no token has written yet: one move of a contiguous range."""
+        self.tensor[destination].copy_(self.tensor[source])
+
     def bytes_of(self, block_id: int) -> npt.NDArray[np.uint8]:
         """A writable view of one block, uint8 [block_bytes]. CPU only. Raises `IndexError` on an unknown id."""
         if not 0 <= block_id < self.tensor.shape[0]:
             raise IndexError(f"block {block_id} of {self.tensor.shape[0]}")
         view: npt.NDArray[np.uint8] = self.tensor[block_id].view(torch.uint8).view(-1).numpy()
         return view
+
+    def copy_out(self, block_id: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy one block into uint8 [block_bytes] of host memory. Lets other threads run meanwhile."""
+        if self.tensor.device.type == "cpu":
+            np.copyto(out, self.bytes_of(block_id))
+        else:
+            torch.from_numpy(out).copy_(self.tensor[block_id].view(torch.uint8).view(-1))
+
+    def copy_in(self, block_id: int, data: npt.NDArray[np.uint8]) -> None:
+        """Overwrite one block with uint8 [block_bytes] of host memory."""
+        if self.tensor.device.type == "cpu":
+            np.copyto(self.bytes_of(block_id), data)
+        else:
+            self.tensor[block_id].view(torch.uint8).view(-1).copy_(torch.from_numpy(data))
 
     def digest(self, block_id: int) -> bytes:
         """xxh3-128 of the block's bytes, 16 bytes."""
