@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from tandem.cluster.cli_operate import register as register_operating
 from tandem.workers.errors import TandemError, UserError
 
 HELP = """
@@ -41,10 +42,11 @@ Examples:
 
     tandem serve model.gguf --aggregated 1 --port 9000
 
-    tandem serve model.gguf --config cluster.toml --api-key SECRET
+    tandem serve --config cluster.yaml --api-key SECRET
 
-A configuration file is TOML with the names of the flags: `decode = 2`, `max-model-len = 4096`.
-Flags given on the command line win.
+A configuration file is YAML with the names of the flags: `decode: 2`, `max-model-len: 4096` (or TOML, in a file
+named .toml). Every flag has a twin in the environment: TANDEM_DECODE=2. The command line wins over the environment, and
+that over the file; `tandem config --print` shows what comes out.
 """
 
 app = typer.Typer(
@@ -95,12 +97,19 @@ TransferChoice = Literal["nixl", "nccl"]
 POOLS = "Workers"
 NETWORK = "Network"
 ENGINE = "Engine"
+CLUSTER = "Several machines"
+OPERATION = "Operation"
+RESOURCES: dict[str, Any] = {"show_default": "its threads, and a GPU with --device cuda", "rich_help_panel": CLUSTER}
+PlacementChoice = Literal["pack", "spread", "strict-pack", "strict-spread"]
 
 
 @app.command(help=SERVE_HELP)
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id, or smollm2-135m-instruct.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder, a .gguf file, a hub id, or smollm2-135m-instruct.", show_default="--config's"),
+    ] = None,
     prefill: Annotated[
         int | None, typer.Option(help="Workers that read prompts.", show_default="1", rich_help_panel=POOLS)
     ] = None,
@@ -113,8 +122,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address of the public port.", rich_help_panel=NETWORK)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The API. 0: any free port.", rich_help_panel=NETWORK)] = 8000,
     admin_port: Annotated[
-        int, typer.Option(help="/metrics and /cluster, on loopback only. 0: any.", rich_help_panel=NETWORK)
+        int, typer.Option(help="/metrics and /cluster, without authentication. 0: any.", rich_help_panel=NETWORK)
     ] = 8001,
+    admin_host: Annotated[str, typer.Option(help="Address of the admin port.", rich_help_panel=NETWORK)] = "127.0.0.1",
     redis_url: Annotated[
         str | None,
         typer.Option(
@@ -156,11 +166,64 @@ def serve(
         ),
     ] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the workers.", rich_help_panel=ENGINE)] = 0,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with the names of these flags.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Join a running Ray: auto, or HOST:PORT of its head.", show_default="our own", rich_help_panel=CLUSTER
+        ),
+    ] = None,
+    prefill_resources: Annotated[
+        str | None, typer.Option(help="What one takes of a machine, in Ray's words: GPU=1,prefill=1.", **RESOURCES)
+    ] = None,
+    decode_resources: Annotated[str | None, typer.Option(help="The same for decode workers.", **RESOURCES)] = None,
+    aggregated_resources: Annotated[str | None, typer.Option(help="The same for aggregated ones.", **RESOURCES)] = None,
+    placement: Annotated[
+        PlacementChoice, typer.Option(help="Of the workers of one pool over the machines.", rich_help_panel=CLUSTER)
+    ] = "pack",
+    worker_threads: Annotated[
+        int | None,
+        typer.Option(help="Compute threads of a worker.", show_default="cores / workers", rich_help_panel=CLUSTER),
+    ] = None,
+    worker_host: Annotated[
+        str | None,
+        typer.Option(
+            help="Where workers listen: the network that the machines share, such as 10.0.0.0/8.",
+            show_default="loopback; with --address each machine's address in Ray",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    worker_ports: Annotated[
+        str | None, typer.Option(help="Of the workers: FIRST-LAST.", show_default="any", rich_help_panel=CLUSTER)
+    ] = None,
+    transfer_ports: Annotated[
+        str | None,
+        typer.Option(help="Of NIXL over TCP: FIRST-LAST.", show_default="any", rich_help_panel=CLUSTER),
+    ] = None,
+    cluster_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Shared by workers and gateways. Better given as TANDEM_CLUSTER_KEY.",
+            show_default="a random one",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have at a stop.", rich_help_panel=OPERATION)
+    ] = 5.0,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Of standard error.", rich_help_panel=OPERATION)
+    ] = "text",
+    metrics_compat: Annotated[
+        Literal["none", "vllm"],
+        typer.Option(help="Show metrics under these names, too.", rich_help_panel=OPERATION),
+    ] = "none",
+    config: Annotated[
+        Path | None, typer.Option(envvar="TANDEM_CONFIG", help="A YAML or TOML file with the names of these flags.")
+    ] = None,
 ) -> None:
     from tandem.cluster.config import load_config
 
-    cluster_config = load_config(_given(context) | {"model": model}, config)
+    cluster_config = load_config(given_flags(context), config, os.environ)
     # here: a mistake in a flag should not wait for the imports
     from tandem.cluster.app import run
     from tandem.cluster.progress import create_progress
@@ -169,8 +232,8 @@ def serve(
     run(cluster_config, create_progress(sys.stderr))
 
 
-def _given(context: typer.Context) -> dict[str, Any]:
-    """The flags that were on the command line: defaults must not win over a configuration file."""
+def given_flags(context: typer.Context) -> dict[str, Any]:
+    """What was on the command line: defaults must not win over a configuration file."""
     return {
         name: value
         for name, value in context.params.items()
@@ -280,3 +343,6 @@ def bench(context: typer.Context) -> None:
     from tandem.cluster.bench.cli import bench_app
 
     bench_app(args=context.args, prog_name="tandem bench")
+
+
+register_operating(app)

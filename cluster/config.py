@@ -1,6 +1,6 @@
 """Configuration of one cluster: what `tandem serve` was asked for, checked once, and what follows from it for a model.
 
-    flags, file -> ClusterConfig -> resolve(config, model) -> worker_configs(...), gateway_config(...)
+    flags, environment, file -> ClusterConfig -> resolve(config, model) -> worker_configs(...), gateway_config(...)
 
 "auto" values are None here and become numbers in `resolve`, which returns a new record.
 """
@@ -8,15 +8,17 @@
 from __future__ import annotations
 
 import re
-import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 import psutil
 
+from tandem.cluster.config_sources import Setting, flag, layer
 from tandem.cluster.model_cache import cache_folder
 from tandem.cluster.model_source import Device, DtypeChoice, ResolvedModel
+from tandem.cluster.network import LOOPBACK, check_worker_host, port_range
 from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.config import GatewayConfig
 from tandem.workers.config import TransferName, WorkerConfig
@@ -24,6 +26,11 @@ from tandem.workers.errors import UserError
 from tandem.workers.types import Role
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+Placement = Literal["pack", "spread", "strict-pack", "strict-spread"]
+LogFormat = Literal["text", "json"]
+MetricsCompat = Literal["none", "vllm"]
+
+MIN_CLUSTER_KEY_LEN = 16
 
 KV_MEMORY_SHARE = 0.25
 """Of the machine's memory, for the KV of all workers together: people have other programs open."""
@@ -58,6 +65,20 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tuning_deadline: float = 60.0
     api_key: tuple[str, ...] = ()
     seed: int = 0
+    address: str | None = None
+    admin_host: str = "127.0.0.1"
+    worker_host: str | None = None
+    worker_ports: str | None = None
+    transfer_ports: str | None = None
+    worker_threads: int | None = None
+    prefill_resources: dict[str, float] = {}
+    decode_resources: dict[str, float] = {}
+    aggregated_resources: dict[str, float] = {}
+    placement: Placement = "pack"
+    cluster_key: str | None = None
+    drain_timeout: float = 5.0
+    log_format: LogFormat = "text"
+    metrics_compat: MetricsCompat = "none"
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, rule: str) -> None:
@@ -90,7 +111,26 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
         if not all(self.api_key):  # the value itself is never repeated: it is a secret
             raise UserError("--api-key must not be empty")
+        self._require_network(require)
         self._require_workers()
+
+    def _require_network(self, require: Callable[[bool, str, str], None]) -> None:
+        require(bool(self.admin_host), "admin_host", "must not be empty")
+        if self.worker_host is not None:
+            check_worker_host(self.worker_host)
+        num_workers = sum(self.num_workers)
+        require(
+            self.worker_ports is None or len(port_range(self.worker_ports, "--worker-ports")) >= num_workers,
+            "worker_ports",
+            f"must hold a port for each of {num_workers} workers",
+        )
+        port_range(self.transfer_ports, "--transfer-ports")
+        require(self.worker_threads is None or self.worker_threads >= 1, "worker_threads", "must be at least 1")
+        for field in ("prefill_resources", "decode_resources", "aggregated_resources"):
+            require(all(amount > 0 for amount in getattr(self, field).values()), field, "must be positive amounts")
+        require(0 <= self.drain_timeout <= 3600, "drain_timeout", "must be from 0 to 3600 seconds")
+        if self.cluster_key is not None and len(self.cluster_key) < MIN_CLUSTER_KEY_LEN:
+            raise UserError(f"--cluster-key must have at least {MIN_CLUSTER_KEY_LEN} characters")  # not shown: a secret
 
     def _require_workers(self) -> None:
         prefill, decode, aggregated = self.num_workers
@@ -128,36 +168,27 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
 
 
-def flag(field: str) -> str:
-    """How the user writes a field."""
-    return "MODEL" if field == "model" else f"--{field.replace('_', '-')}"
+def load_config(
+    flags: Mapping[str, Any], file: Path | None, environment: Mapping[str, str] | None = None
+) -> ClusterConfig:
+    """Flags over the environment over the file over the defaults. Raises `UserError`."""
+    return load_settings(flags, file, environment)[0]
 
 
-def load_config(flags: dict[str, Any], file: Path | None) -> ClusterConfig:
-    """Flags over the file over the defaults. `flags` holds only what was given. Raises `UserError`."""
-    values = {**(_read_file(file) if file else {}), **flags}
+def load_settings(
+    flags: Mapping[str, Any], file: Path | None, environment: Mapping[str, str] | None = None
+) -> tuple[ClusterConfig, dict[str, Setting]]:
+    """The same, with what was given by whom. `flags` holds only what was given. Raises `UserError`."""
+    settings = layer(flags, environment or {}, file, get_type_hints(ClusterConfig))
+    values = {field: setting.value for field, setting in settings.items()}
+    if "model" not in values:
+        raise UserError("MODEL is missing: give it as an argument, as TANDEM_MODEL, or as model in the file")
     try:
-        return msgspec.convert(values, ClusterConfig)
+        return msgspec.convert(values, ClusterConfig), settings
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from error
         raise UserError(f"{file}: {error}" if file else str(error)) from error
-
-
-def _read_file(file: Path) -> dict[str, Any]:
-    """A TOML file with the names of the flags, written with - or _. Unknown names are errors."""
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config {file} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {file} is not valid TOML: {error}") from error
-    values = {name.replace("-", "_"): value for name, value in values.items()}
-    unknown = sorted(set(values) - set(ClusterConfig.__struct_fields__))
-    if unknown:
-        known = ", ".join(ClusterConfig.__struct_fields__)
-        raise UserError(f"--config {file}: unknown {', '.join(unknown)}; known are {known}")
-    return values
 
 
 def resolve_device(choice: DeviceChoice) -> Device:
@@ -195,7 +226,7 @@ def resolve(
         dtype=model.dtype,
         max_model_len=_max_model_len(config, model, kv_bytes),
         kv_cache_memory_bytes=kv_bytes,
-        num_threads=max(1, cores // total_workers),
+        num_threads=config.worker_threads or max(1, cores // total_workers),
     )
 
 
@@ -230,20 +261,30 @@ def _num_cores() -> int:
 def worker_configs(resolved: ResolvedConfig, cluster_key: bytes) -> list[WorkerConfig]:
     """One per worker, in the order prefill, decode, aggregated; all of epoch 0."""
     roles: tuple[Role, ...] = ("prefill", "decode", "aggregated")
-    return [
-        _worker_config(resolved, cluster_key, role, f"{role}-{number}")
+    names = [
+        (role, f"{role}-{number}")
         for role, count in zip(roles, resolved.cluster.num_workers, strict=True)
         for number in range(count)
     ]
+    ports = port_range(resolved.cluster.worker_ports, "--worker-ports")
+    return [
+        # a port of its own for each, also where several share a machine; 0 is any
+        _worker_config(resolved, cluster_key, role, name, port=ports[index] if ports.start else 0)
+        for index, (role, name) in enumerate(names)
+    ]
 
 
-def _worker_config(resolved: ResolvedConfig, cluster_key: bytes, role: Role, worker_id: str) -> WorkerConfig:
+def _worker_config(
+    resolved: ResolvedConfig, cluster_key: bytes, role: Role, worker_id: str, *, port: int
+) -> WorkerConfig:
     cluster = resolved.cluster
     return WorkerConfig(
         model_path=resolved.model_path,
         model_name=resolved.model_name,
         role=role,
         worker_id=worker_id,
+        host=cluster.worker_host or LOOPBACK,
+        port=port,
         device=resolved.device,
         dtype=resolved.dtype,
         block_size=cluster.block_size,

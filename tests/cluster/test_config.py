@@ -148,7 +148,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("decodes = 2", "unknown decodes; known are model, prefill"),
+        ("decodes = 2", "unknown decodes; did you mean decode?"),
         ("decode = ", "is not valid TOML"),
         ('decode = "two"', "Expected `int | null`, got `str`"),
         ("decode = -2", "--decode must not be negative"),

@@ -1,0 +1,55 @@
+"""Commands for those who run a cluster: `config`, and what else looks at one. Registered on the app of cli.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command(context_settings=PASS_ON)(config)
+
+
+def config(
+    context: typer.Context,
+    print_: Annotated[bool, typer.Option("--print", help="Show every setting and where it comes from.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Check a configuration, and show what comes of it: flag over environment over file over default.
+
+    Takes the arguments of serve: tandem config --print --config cluster.yaml --decode 2
+
+    Secrets are never shown.
+    """
+    from tandem.cluster.config_sources import explain
+
+    cluster_config, settings = serve_settings(context.args)
+    rows = explain(cluster_config, settings)
+    if json:
+        import msgspec
+
+        shown = {name: {"value": value, "source": source} for name, value, source in rows}
+        typer.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
+    elif print_:
+        width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+        for name, value, source in rows:
+            typer.echo(f"{name:<{width}}  {value:<{value_width}}  {source}")
+    else:
+        typer.echo("the configuration is valid")
+
+
+def serve_settings(arguments: list[str]) -> tuple[Any, Any]:
+    """The configuration that `tandem serve` would use with these arguments, and its settings. Raises `UserError`."""
+    from tandem.cluster.cli import app, given_flags
+    from tandem.cluster.config import load_settings
+
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    with command.make_context("tandem serve", list(arguments), resilient_parsing=False) as serve_context:
+        file: Path | None = serve_context.params["config"]
+        return load_settings(given_flags(serve_context), file, os.environ)
