@@ -38,11 +38,25 @@ def test_every_setting_has_a_twin_in_the_environment(field: str) -> None:
     default = ClusterConfig(model="m")
     value = getattr(default, field)
     given = {
-        **{"model": "m", "transfer": "nccl", "device": "cpu", "dtype": "float32", "placement": "spread"},
-        **{"log_format": "json", "metrics_compat": "vllm", "host": "0.0.0.0", "admin_host": "::", "port": "80"},
-        **{"worker_host": "10.0.0.0/8", "worker_ports": "7400-7499", "transfer_ports": "7500-7599"},
-        **{"redis_url": "redis://h", "cluster_key": "k" * 16, "address": "auto", "api_key": "a,b"},
-        **{"block_size": "64", "max_num_batched_tokens": "64"},
+        "model": "m",
+        "transfer": "nccl",
+        "device": "cpu",
+        "dtype": "float32",
+        "placement": "spread",
+        "log_format": "json",
+        "metrics_compat": "vllm",
+        "host": "0.0.0.0",
+        "admin_host": "::",
+        "port": "80",
+        "worker_host": "10.0.0.0/8",
+        "worker_ports": "7400-7499",
+        "transfer_ports": "7500-7599",
+        "redis_url": "redis://h",
+        "cluster_key": "k" * 16,
+        "address": "auto",
+        "api_key": "a,b",
+        "block_size": "64",
+        "max_num_batched_tokens": "64",
     }
     text = given.get(field) or ("a=1,b=0.5" if isinstance(value, dict) else "7")
     _, settings = load_settings({}, None, {"TANDEM_MODEL": "m", variable(field): text})
