@@ -41,8 +41,21 @@ class BatchItem:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The KV of the first `num_tokens` of `source` is to be in `destination`, too. What comes behind them there is
+    written before it is read."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
+    """`copies` are made before anything is computed; no block is the source of one and the destination of another."""
+
     items: tuple[BatchItem, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

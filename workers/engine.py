@@ -26,7 +26,7 @@ from tandem.workers.errors import RequestError
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
 from tandem.workers.sequence import Sequence, Status
-from tandem.workers.types import BlockCounts, FillSource, FinishReason, ModelIdentity, Request
+from tandem.workers.types import BlockCounts, FillSource, FinishReason, ModelIdentity, Request, SamplingParams
 from tandem.workers.validation import validate_request
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class Engine:
                          (`num_source_blocks`), and tell of both with `blocks_arrived`; if it `wants_remote`, hand it
                          over. End with exactly one of `handover_finished`, `handover_abandoned`, or, once cancelled,
                          `release_incoming`
+    `before_step(batch)` a step is about to overwrite blocks
     `on_step(times)`     after each step
     """
 
@@ -105,11 +106,12 @@ class Engine:
         self.config = config
         self.identity = identity
         self.vocab_size = vocab_size
-        self.cache = PrefixCache(config.block_size, on_cache_event)
+        self.cache = PrefixCache(config.block_size, on_cache_event, clock=time.monotonic)
         self.pool = BlockPool(num_blocks, self.cache)
         self.scheduler = Scheduler(config, self.pool, self.cache)
         self.on_outputs: Callable[[list[StepOutput]], None] | None = None
         self.on_incoming: Callable[[Sequence], None] | None = None
+        self.before_step: Callable[[Batch], None] | None = None
         self.on_step: Callable[[StepTimes], None] | None = None
         self._requests: dict[str, dict[int, Sequence]] = {}
         """Unfinished (HELD included) sequences by request id and choice."""
@@ -169,6 +171,27 @@ class Engine:
         self.scheduler.add(leader)
         self.wake()
         return sequences
+
+    def hold_cached(self, request_id: str, token_ids: SequenceOf[int], salt: str, max_blocks: int) -> Sequence | None:
+        """Own the first blocks of a prompt, as far as they are cached here and at most `max_blocks`, for somebody who
+        fetches them: a HELD sequence until `release` or `cancel`. None: not one is cached. Raises `RequestError`."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        sequence = Sequence(
+            request_id=request_id,
+            choice=0,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            params=SamplingParams(max_tokens=1, seed=0),
+            root=root_key(self.config.cluster_key, self.identity, salt),
+            order=next(self._arrivals),
+            hold=True,
+            status=Status.HELD,
+        )
+        if self.scheduler.hold_cached(sequence, max_blocks) == 0:
+            return None
+        self._requests[request_id] = {0: sequence}
+        return sequence
 
     def cancel(self, request_id: str, choice: int | None = None) -> list[Sequence]:
         """Forget one choice of a request, or all of it, in whatever state; unknown ones are fine. No output follows.
@@ -270,8 +293,10 @@ class Engine:
         for sequence in itertools.chain(incoming, (chunk.sequence for chunk in chunks)):
             if sequence.admitted_at is None:
                 sequence.admitted_at = started
-        step = Step(Batch(tuple(map(_item, chunks))), tuple(chunks)) if chunks else None
+        step = Step(_batch(chunks), tuple(chunks)) if chunks else None
         self._in_flight = tuple(chunks)
+        if step is not None and self.before_step is not None:
+            self.before_step(step.batch)
         self._schedule_s = time.monotonic() - started
         if self.on_incoming is not None:  # last: from here on it may call back, even at once
             for sequence in incoming:
@@ -372,6 +397,8 @@ class Engine:
         for sequence in live.values():
             for block_id in sequence.block_ids:
                 owners[block_id] += 1
+            if sequence.copy is not None:
+                owners[sequence.copy.source] += 1
         for block_id, num in enumerate(owners):
             assert num == self.pool.num_owners(block_id), f"block {block_id}: {num} sequences own it"
 
@@ -423,6 +450,11 @@ def _num_attended(item: BatchItem) -> int:
     """Each token attends to all before it and to itself."""
     num_tokens = len(item.token_ids)
     return num_tokens * item.start + num_tokens * (num_tokens + 1) // 2
+
+
+def _batch(chunks: list[Chunk]) -> Batch:
+    copies = tuple(chunk.sequence.copy for chunk in chunks if chunk.sequence.copy is not None)
+    return Batch(tuple(map(_item, chunks)), copies)
 
 
 def _item(chunk: Chunk) -> BatchItem:

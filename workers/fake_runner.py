@@ -15,6 +15,7 @@ from tandem.workers.batch import Batch, BatchItem, SampledToken
 
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_UNWRITTEN = 0xBAD
 
 
 def _mix(*values: int) -> int:
@@ -37,6 +38,9 @@ class FakeRunner:
 
     def execute(self, batch: Batch) -> list[SampledToken | None]:
         self.batches.append(batch)
+        for copy in batch.copies:
+            self.kv[copy.destination, : copy.num_tokens] = self.kv[copy.source, : copy.num_tokens]
+            self.kv[copy.destination, copy.num_tokens :] = _UNWRITTEN
         for item in batch.items:  # all writes before all reads, as a forward pass over the whole batch would
             self._write(item)
         return [self._sample(item) for item in batch.items]

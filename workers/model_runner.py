@@ -98,6 +98,8 @@ class ModelRunner:
         if not batch.items:
             return []
         self._check(batch)
+        for copy in batch.copies:
+            self._kv_cache.copy_block(copy.source, copy.destination)
         if self._decode is not None and self._decode.fits(batch):
             return self._replay(self._decode, batch)
         self.counts.eager += 1

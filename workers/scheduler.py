@@ -17,10 +17,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.workers.block_key import next_key
+from tandem.workers.batch import BlockCopy
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
 from tandem.workers.prefix_cache import PrefixCache
+from tandem.workers.reuse import BlockNames, Reuse
 from tandem.workers.sequence import Sequence, Status
 from tandem.workers.types import CachedTokens, FillSource
 
@@ -84,6 +85,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.cache = cache
+        self.names = BlockNames(config.cluster_key, pool, cache)
         self.block_size = config.block_size
         # Even when every other one decodes, a sequence that reads its prompt gets a whole block into the step.
         self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens - config.block_size + 1)
@@ -125,7 +127,7 @@ class Scheduler:
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of `num_tokens` more tokens is complete: name the blocks that are full now."""
         sequence.num_computed += num_tokens
-        self._register(sequence)
+        self.names.register(sequence)
         if sequence.siblings and sequence.is_prompt_computed:
             self._unblock_siblings(sequence)
 
@@ -153,6 +155,7 @@ class Scheduler:
     def settle(self, sequence: Sequence) -> None:
         """The step that it was part of has ended. Frees its blocks if it was cancelled meanwhile."""
         sequence.in_flight = False
+        self._end_copy(sequence)
         if sequence.is_finished:
             self._release(sequence)
 
@@ -170,6 +173,16 @@ class Scheduler:
             sequence.cached = sequence.cached.plus(source, num_countable)
         self.pool.arrived(sequence.block_ids[first:end])
         self.advance(sequence, num_tokens - sequence.num_computed)
+
+    def hold_cached(self, sequence: Sequence, max_blocks: int) -> int:
+        """Give a sequence that is in no queue what is cached of its first full blocks; returns how many these are."""
+        num_matchable = min(max_blocks, len(sequence.token_ids) // self.block_size)
+        self.names.extend_keys(sequence, num_matchable)
+        sequence.block_ids = self.cache.match(sequence.block_keys, sequence.token_ids)
+        self.pool.share(sequence.block_ids)
+        sequence.num_registered = len(sequence.block_ids)
+        sequence.num_computed = sequence.num_registered * self.block_size
+        return sequence.num_registered
 
     def arrived(self, sequence: Sequence, num_valid_tokens: int) -> None:
         """The fill has ended: the first `num_valid_tokens` have KV. The sequence joins the batch."""
@@ -251,22 +264,40 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Own blocks for all its tokens, cached ones first; at least one token is left to compute."""
-        num_tokens = len(sequence.token_ids)
-        num_matchable = (num_tokens - 1) // self.block_size
-        self._extend_keys(sequence, num_matchable)
-        matched = self.cache.match(sequence.block_keys[:num_matchable], sequence.token_ids)
-        num_new = -(-num_tokens // self.block_size) - len(matched)
-        if num_new + self._headroom(sequence) > self.pool.num_available - self.pool.count_idle(matched):
-            return False
-        self.pool.share(matched)
-        sequence.block_ids = matched + self.pool.allocate(num_new)
-        sequence.num_computed = len(matched) * self.block_size
-        sequence.num_registered = len(matched)
-        sequence.num_pool_blocks = len(matched)
-        sequence.num_tier_blocks = self.tiers.num_held(sequence.block_keys[len(matched) : num_matchable])
-        self._count_cached(sequence)
+        reuse = self.names.find(sequence)
+        if not self._fits(sequence, reuse):
+            reuse = reuse.without_copy  # its source may be the block that is missing
+            if not self._fits(sequence, reuse):
+                return False
+        self._take(sequence, reuse)
+        found = sequence.num_pool_blocks = sequence.num_registered
+        keys = sequence.block_keys[found : self.names.num_matchable(sequence)]
+        sequence.num_tier_blocks = self.tiers.num_held(keys)
         self._join(sequence)
+        self._count_cached(sequence)
         return True
+
+    def _fits(self, sequence: Sequence, reuse: Reuse) -> bool:
+        num_new = self._num_blocks(sequence) - len(reuse.block_ids)
+        shared = reuse.block_ids if reuse.source is None else [*reuse.block_ids, reuse.source]
+        return num_new + self._headroom(sequence) <= self.pool.num_available - self.pool.count_idle(shared)
+
+    def _take(self, sequence: Sequence, reuse: Reuse) -> None:
+        """Own what is reused, and new blocks for the rest."""
+        num_shared = len(reuse.block_ids)
+        self.pool.share(reuse.block_ids)
+        if reuse.source is not None:
+            self.pool.share([reuse.source])
+        sequence.block_ids = reuse.block_ids + self.pool.allocate(self._num_blocks(sequence) - num_shared)
+        if reuse.source is not None:
+            sequence.copy = BlockCopy(reuse.source, sequence.block_ids[num_shared], reuse.num_copied)
+        sequence.num_computed = num_shared * self.block_size + reuse.num_copied
+        sequence.num_registered = num_shared
+        sequence.leader = None
+        self.names.retain(sequence)
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        return -(-len(sequence.token_ids) // self.block_size)
 
     def _count_cached(self, sequence: Sequence) -> None:
         """When it comes back, it finds what it computed itself, too: no more than the first time is from elsewhere."""
@@ -285,11 +316,17 @@ class Scheduler:
     def _join(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         is_filled = self._is_filled(sequence)
-        num_filled = sequence.num_tier_blocks * self.block_size if is_filled else 0
-        if sequence.num_uncomputed - num_filled <= self.config.local_prefill_tokens:
+        num_missing = sequence.num_uncomputed
+        if is_filled:
+            num_here = sequence.num_pool_blocks + sequence.num_tier_blocks
+            num_missing = len(sequence.token_ids) - num_here * self.block_size
+        if num_missing <= self.config.local_prefill_tokens:
             sequence.wants_remote = False
         if is_filled or sequence.wants_remote:
-            self.pool.expect(sequence.block_ids[sequence.num_registered :])
+            if sequence.copy is not None:  # no use: a fill brings whole blocks
+                sequence.num_computed -= sequence.copy.num_tokens
+                self._end_copy(sequence)
+            self.pool.expect(sequence.block_ids[self._first_incoming(sequence) :])
             sequence.status = Status.INCOMING
             self.incoming[sequence.order] = sequence
         else:
@@ -298,14 +335,13 @@ class Scheduler:
 
     def _is_filled(self, sequence: Sequence) -> bool:
         """Whether tiers or a peer hold blocks beyond those found here, and it pays to fetch them."""
-        num_matchable = (len(sequence.token_ids) - 1) // self.block_size
-        sequence.num_source_blocks = min(sequence.num_source_blocks, num_matchable)
+        sequence.num_source_blocks = min(sequence.num_source_blocks, self.names.num_matchable(sequence))
         if sequence.num_tier_blocks == 0 and sequence.num_source_blocks <= sequence.num_pool_blocks:
             return False
         return self.is_fill_faster(sequence)
 
     def _cut(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Append the largest chunk that fits: the rest, or whole blocks (prompts are read from block border on)."""
+        """Append the largest chunk that fits: the rest, or up to a block border."""
         num_tokens = sequence.num_uncomputed
         if num_tokens > budget:
             num_tokens = budget - (sequence.num_computed + budget) % self.block_size
@@ -313,41 +349,20 @@ class Scheduler:
             chunks.append(Chunk(sequence, num_tokens))
         return max(0, num_tokens)
 
-    # Blocks and their names
+    # Blocks
 
     def _first_incoming(self, sequence: Sequence) -> int:
         """Index of the first block of an INCOMING sequence that is still being filled."""
         return sequence.num_computed // self.block_size
 
-    def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
-        keys, size = sequence.block_keys, self.block_size
-        for index in range(len(keys), num_blocks):
-            parent = keys[-1] if keys else sequence.root
-            block = sequence.token_ids[index * size : (index + 1) * size]
-            keys.append(next_key(self.config.cluster_key, parent, block))
-
-    def _register(self, sequence: Sequence) -> None:
-        """Name its complete blocks. Where the content is cached already (two sequences computed the same), own the
-        cached copy instead: so an owner of a block owns all blocks before it, which eviction relies on."""
-        num_full = sequence.num_computed // self.block_size
-        if sequence.num_registered >= num_full or not sequence.can_register:
-            return
-        self._extend_keys(sequence, num_full)
-        for index in range(sequence.num_registered, num_full):
-            block = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
-            parent = sequence.block_ids[index - 1] if index else None
-            mine = sequence.block_ids[index]
-            kept = self.cache.add(sequence.block_keys[index], parent, block, mine)
-            if kept is None:
-                sequence.can_register = False  # colliding keys: what follows would hang from other content
-                return
-            if kept != mine:
-                self.pool.share([kept])
-                sequence.block_ids[index] = kept
-                self.pool.release([mine])
-            sequence.num_registered = index + 1
+    def _end_copy(self, sequence: Sequence) -> None:
+        """Its source is needed no more: the copy was made, or will not be."""
+        if sequence.copy is not None:
+            self.pool.release([sequence.copy.source])
+            sequence.copy = None
 
     def _release(self, sequence: Sequence) -> None:
+        self._end_copy(sequence)
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_registered = 0
@@ -356,5 +371,7 @@ class Scheduler:
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             if sibling.status is Status.BLOCKED:
+                sibling.leader = leader
+                sibling.block_keys = leader.block_keys[: leader.num_prompt_tokens // self.block_size]
                 sibling.status = Status.WAITING
                 self.waiting.add(sibling)

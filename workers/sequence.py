@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from tandem.workers.batch import BlockCopy
 from tandem.workers.types import CachedTokens, Retention, SamplingParams
 
 
@@ -79,6 +80,11 @@ class Sequence:
     """Its blocks are being read and written by a step: they must not be freed."""
     siblings: list[Sequence] = field(default_factory=list)
     """On the first choice of a request: those that are BLOCKED until it has computed the prompt."""
+    leader: Sequence | None = None
+    """The first choice, which may still have the prompt in its blocks when this one is admitted."""
+    copy: BlockCopy | None = None
+    """Due with its next chunk, or part of the step in flight. The sequence owns the source, too; `num_computed` counts
+    the copied tokens."""
 
     queued_at: float = 0.0
     admitted_at: float | None = None

@@ -113,6 +113,6 @@ def test_heap_of_leaves_does_not_grow_without_bound(cache: PrefixCache) -> None:
         cache.mark_idle([10])
         cache.mark_busy(10)
     cache.mark_idle([10])
-    assert len(cache._idle_leaves) < 100
+    assert len(cache._leaves) < 100
     cache.check()
     assert cache.evict() == 10

@@ -1,0 +1,162 @@
+"""The engine with everything at once, at random: clients, prefill workers, late writers, failing steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_play import MakeEngine, MakeRequest, fill, next_token, runner_of
+
+from tandem.workers.engine import StepOutput
+from tandem.workers.fake_runner import expected_tokens
+from tandem.workers.sequence import Sequence
+
+
+class World:
+    """An engine of all roles at once, its clients, its prefill workers, and late writers. `check` after every act."""
+
+    def __init__(self, rng: random.Random, make_engine: MakeEngine, make_request: MakeRequest) -> None:
+        self.rng = rng
+        self.make_request = make_request
+        self.published: set[bytes] = set()
+        self.engine = make_engine(
+            rng.choice([11, 14, 20, 40]),
+            lambda kind, key: self.published.symmetric_difference_update({key}),
+            max_num_batched_tokens=rng.choice([4, 8, 16, 64]),
+            max_num_seqs=rng.choice([1, 3, 8]),
+            local_prefill_tokens=rng.choice([0, 8]),
+        )
+        self.engine.on_incoming = self.handovers_append
+        self.handovers: list[Sequence] = []
+        self.late_writes: list[list[int]] = []
+        self.held: list[Sequence] = []
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.num_finished = 0
+        self.count = 0
+        self.is_closing = False
+
+    def handovers_append(self, sequence: Sequence) -> None:
+        self.handovers.append(sequence)
+
+    def act(self) -> None:
+        acts = [self.arrive] * 3 + [self.step] * 8 + [self.cancel, self.hand_over, self.hand_over, self.release]
+        self.rng.choice([*acts, self.end_quarantine])()
+        self.check()
+
+    def check(self) -> None:
+        self.engine.check()
+        assert self.published == set(self.engine.cache.keys())
+        for blocks in self.late_writes:
+            runner_of(self.engine).kv[blocks] = self.rng.randrange(1 << 60)
+
+    def arrive(self) -> None:
+        if self.is_closing or len(self.engine._requests) > 12:
+            return
+        rng, self.count = self.rng, self.count + 1
+        prompt = [*range(rng.randrange(3), rng.randrange(4, 25)), *rng.choices(range(3), k=rng.randrange(4))]
+        max_tokens, seed = rng.randrange(1, 16), rng.randrange(2)
+        emitted: dict[int, list[int]] = {}
+        for choice in rng.sample(range(4), rng.choice([1, 1, 1, 3])):
+            known = rng.randrange(max_tokens)
+            emitted[choice] = expected_tokens(prompt, known, seed=seed, choice=choice)
+        stop = tuple(range(100)) if rng.random() < 0.3 else ()
+        request = self.make_request(
+            str(self.count), prompt, max_tokens=max_tokens, seed=seed, emitted=emitted, stop_token_ids=stop
+        )
+        kind = rng.choice([{}, {"wants_remote": True}, {"hold": True}])
+        self.engine.add(request, **kind)
+
+    def step(self) -> None:
+        step = self.engine.schedule()
+        if step is None:
+            return
+        self.meddle()
+        results = None if self.rng.random() < 0.02 else runner_of(self.engine).execute(step.batch)
+        self.meddle()
+        for output in self.engine.apply(step, results):
+            self.receive(output)
+
+    def meddle(self) -> None:
+        """The loop is free while a step is in flight: anything but another step may happen."""
+        for _ in range(self.rng.randrange(3)):
+            self.rng.choice([self.arrive, self.cancel, self.hand_over, self.release, self.end_quarantine])()
+            self.check()
+
+    def receive(self, output: StepOutput) -> None:
+        sequence = output.sequence
+        if output.token is None:
+            return
+        known = sequence.token_ids[sequence.num_prompt_tokens :]
+        tokens = self.got.setdefault((sequence.request_id, sequence.choice), known[:-1])
+        tokens.append(output.token.token_id)
+        assert tokens == known
+        if output.finish_reason is None and not sequence.hold:
+            return
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert tokens == expected_tokens(prompt, len(tokens), seed=sequence.params.seed, choice=sequence.choice)
+        assert sequence.hold or len(tokens) == sequence.params.max_tokens or output.finish_reason == "stop"
+        self.num_finished += 1
+        if sequence.hold:
+            self.held.append(sequence)
+
+    def cancel(self) -> None:
+        if self.engine._requests and self.rng.random() < 0.3:
+            request_id = self.rng.choice(list(self.engine._requests))
+            self.engine.cancel(request_id, self.rng.choice([None, None, 0, 1]))
+
+    def release(self) -> None:
+        if self.held:
+            self.engine.release(self.held.pop(self.rng.randrange(len(self.held))))
+
+    def hand_over(self) -> None:
+        if not self.handovers:
+            return
+        sequence = self.handovers.pop(self.rng.randrange(len(self.handovers)))
+        fate = self.rng.random()
+        if fate < 0.2 and not self.quarantine(sequence):
+            return
+        num_valid = self.rng.randrange(sequence.num_computed, len(sequence.token_ids) + 1)
+        if sequence.is_finished:
+            assert self.engine.release_incoming(sequence)
+        elif fate < 0.5:
+            fill(self.engine, sequence, sequence.num_computed, num_valid)
+            self.engine.handover_abandoned(sequence, num_valid)
+        else:
+            fill(self.engine, sequence, sequence.num_computed, len(sequence.token_ids))
+            output = self.engine.handover_finished(sequence, next_token(self.engine, sequence))
+            assert output is not None
+            self.receive(output)
+
+    def quarantine(self, sequence: Sequence) -> bool:
+        incoming = sequence.block_ids[sequence.num_computed // 4 :]
+        late = [block for block in incoming if self.rng.random() < 0.5]
+        self.late_writes.append(late)
+        return self.engine.quarantine(sequence, late)
+
+    def end_quarantine(self) -> None:
+        if self.late_writes:
+            self.engine.end_quarantine(self.late_writes.pop(0))
+
+    def finish(self) -> None:
+        """Nobody comes any more: everything must end, and every block come back."""
+        self.is_closing = True
+        for _ in range(3000):
+            if self.engine.is_idle and not self.handovers and not self.late_writes:
+                break
+            self.step()
+            self.hand_over()
+            self.release()
+            self.end_quarantine()
+            self.check()
+        counts = self.engine.counts()
+        assert self.engine.is_idle
+        assert counts.free + counts.cached == counts.total
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lives(make_engine: MakeEngine, make_request: MakeRequest, seed: int) -> None:
+    world = World(random.Random(seed), make_engine, make_request)
+    for _ in range(4000):
+        world.act()
+    world.finish()
+    assert world.num_finished > 100, "too few requests lived to their end for this to show anything"
