@@ -65,6 +65,17 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Constraints:
+    """What the rows are made to prefer, and what they may not choose. Rows without either have neutral entries."""
+
+    bias_token_ids: Tensor  # [num_rows, max_len] int64: different ones; what follows the row's own is any valid id
+    biases: Tensor  # [num_rows, max_len] float32
+    bias_lens: Tensor  # [num_rows] int64
+    mask_rows: Tensor  # [num_rows] int64: the mask that holds for this row; -1: none does
+    masks: Tensor  # [num_masks, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 says whether token t may be chosen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
     """How each row is sampled; one entry per row."""
 
@@ -76,6 +87,7 @@ class SamplingInputs:
     choice: Tensor  # int64, 0 <= choice < 2**32
     position: Tensor  # int64, >= 0
     penalties: Penalties | None = None
+    constraints: Constraints | None = None
     logprob_rows: Tensor | None = None  # int64, ascending: the rows whose logprobs are wanted
     num_top_logprobs: int = 0  # how many alternatives for each of them
 
@@ -177,15 +189,25 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
         """Choose one token per row. logits [R, V], any dtype, left as they are; NaN counts as the lowest.
 
-        1. Logprobs: log_softmax of the raw logits.
-        2. Penalties. Tokens of prompt and output: logit / repetition if positive, else logit * repetition. Tokens of
+        1. Logprobs: log_softmax of the raw logits, so of the model's own distribution, whatever follows does to it.
+        2. Biases: each is added to its token's logit.
+        3. Penalties. Tokens of prompt and output: logit / repetition if positive, else logit * repetition. Tokens of
            the output: minus frequency * count, minus presence.
-        3. Greedy rows: the largest logit; the lowest id among equals. The others: logit / temperature, then
-        4. min-p removes tokens with p < min_p * max p; top-k those below the k-th largest logit (equals stay); top-p
+        4. Mask: the logit of a token that may not be chosen is the lowest finite number.
+        5. Greedy rows: the largest logit; the lowest id among equals. The others: logit / temperature, then
+        6. min-p removes tokens with p < min_p * max p; top-k those below the k-th largest logit (equals stay); top-p
            those before which, in descending order (lower id first among equals), p already sums to top_p or more.
            Each step sees the probabilities of what the previous one kept.
-        5. u in [0, 1): 53 bits of Philox4x32-10, see `philox.py`. The token is the first in the order of ids at which
+        7. u in [0, 1): 53 bits of Philox4x32-10, see `philox.py`. The token is the first in the order of ids at which
            the running float64 sum of exp(logit - max logit) over the kept tokens exceeds u * (the whole sum).
+        8. Should that still be a token that may not be chosen, as in a row that the model or a bias spoilt, it is the
+           lowest id that may; 0 where none may.
+        """
+
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Sampled:
+        """What `sample` says of these tokens had it chosen them: their logprobs, and the `num_top` most likely ones.
+
+        logits [R, V] as above; token_ids [R] int64, which the result repeats.
         """
 
     def capture(self, step: Callable[[], T]) -> Captured[T] | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from tandem.kernels.capture import Captured
 from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
 from tandem.kernels.reference_attention import AttentionPlan, attend, plan_attention
-from tandem.kernels.reference_sampling import sample
+from tandem.kernels.reference_sampling import sample, score
 
 T = TypeVar("T")
 
@@ -175,6 +175,9 @@ class ReferenceOps:
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
         return sample(logits, inputs)
+
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Sampled:
+        return score(logits, token_ids, num_top)
 
     def capture(self, step: Callable[[], T]) -> Captured[T] | None:
         return None

@@ -7,43 +7,99 @@ runs sequentially along the row at any batch size and number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import GREEDY_TEMPERATURE, Penalties, Sampled, SamplingInputs
+from tandem.kernels.ops import GREEDY_TEMPERATURE, Constraints, Penalties, Sampled, SamplingInputs
 from tandem.kernels.philox import uniform
 
+_LOWEST = torch.finfo(torch.float32).min
 _ROWS_IN_CACHE = 2
 """Rows that are drawn at once: temporaries over the vocabulary should stay in the cache, and off the page allocator."""
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """See `ops.Ops.sample`."""
-    # A row that a model spoilt must end in some token, without an error in a step that others share.
-    raw = torch.nan_to_num(logits.float(), nan=torch.finfo(torch.float32).min)
-    penalised = raw if inputs.penalties is None else _penalise(raw, inputs.penalties)
+    raw = _clean(logits)
+    biased = raw if inputs.constraints is None else _bias(raw, inputs.constraints)
+    penalised = biased if inputs.penalties is None else _penalise(biased, inputs.penalties)
+    if inputs.constraints is not None:
+        penalised = _mask(penalised, inputs.constraints)
     token_ids = penalised.argmax(-1)
     random_rows = (inputs.temperature >= GREEDY_TEMPERATURE).nonzero().flatten()
     numbers = uniform(inputs.seed, inputs.choice, inputs.position)
     for rows in torch.split(random_rows, _ROWS_IN_CACHE):
         token_ids[rows] = _draw(penalised[rows], _select(inputs, rows), numbers[rows])
+    if inputs.constraints is not None:
+        _replace_forbidden(token_ids, inputs.constraints, logits.shape[-1])
     if inputs.logprob_rows is None:
         return Sampled(token_ids, None, None, None)
-    parts = [
-        _logprobs(raw[rows], token_ids[rows], inputs.num_top_logprobs)
-        for rows in torch.split(inputs.logprob_rows, _ROWS_IN_CACHE)
-    ]
-    logprobs, top_token_ids, top_logprobs = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return Sampled(token_ids, logprobs, top_token_ids, top_logprobs)
+    return Sampled(token_ids, *_logprobs_of_rows(raw, token_ids, inputs.logprob_rows, inputs.num_top_logprobs))
+
+
+def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Sampled:
+    """See `ops.Ops.score`."""
+    return Sampled(token_ids, *_logprobs_of_rows(_clean(logits), token_ids, torch.arange(token_ids.shape[0]), num_top))
+
+
+def _clean(logits: Tensor) -> Tensor:
+    """float32 without NaN and infinities: a row that a model spoilt must end in some token, and without an error in a
+    step that others share."""
+    return torch.nan_to_num(logits.float(), nan=_LOWEST)
+
+
+def _logprobs_of_rows(raw: Tensor, token_ids: Tensor, rows: Tensor, num_top: int) -> Iterator[Tensor]:
+    """What `_logprobs` says of these rows, few at a time."""
+    parts = [_logprobs(raw[few], token_ids[few], num_top) for few in torch.split(rows, _ROWS_IN_CACHE)]
+    return (torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
 def _select(inputs: SamplingInputs, rows: Tensor) -> SamplingInputs:
     """The inputs of some rows, as far as drawing needs them."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position")
-    return replace(inputs, **{name: getattr(inputs, name)[rows] for name in names}, penalties=None, logprob_rows=None)
+    picked = {name: getattr(inputs, name)[rows] for name in names}
+    return replace(inputs, **picked, penalties=None, constraints=None, logprob_rows=None)
+
+
+def _bias(logits: Tensor, constraints: Constraints) -> Tensor:
+    """The logits with the biases of those rows that have some. [R, V]"""
+    token_ids, lens = constraints.bias_token_ids, constraints.bias_lens
+    row, place = (torch.arange(token_ids.shape[1]) < lens[:, None]).nonzero(as_tuple=True)
+    if not row.numel():
+        return logits
+    result = logits.clone()
+    result[row, token_ids[row, place]] += constraints.biases[row, place]
+    return result.clamp_(_LOWEST, -_LOWEST)
+
+
+def _mask(logits: Tensor, constraints: Constraints) -> Tensor:
+    """The logits with the lowest number at the tokens that may not be chosen. [R, V]"""
+    rows = (constraints.mask_rows >= 0).nonzero().flatten()
+    if not rows.numel():
+        return logits
+    result = logits.clone()
+    is_allowed = _unpack(constraints.masks[constraints.mask_rows[rows]], logits.shape[-1])
+    result[rows] = torch.where(is_allowed, logits[rows], _LOWEST)
+    return result
+
+
+def _replace_forbidden(token_ids: Tensor, constraints: Constraints, vocab_size: int) -> None:
+    """Where a token is not allowed: the lowest id that is, or 0. In place. token_ids [R]"""
+    rows = (constraints.mask_rows >= 0).nonzero().flatten()
+    is_allowed = _unpack(constraints.masks[constraints.mask_rows[rows]], vocab_size)
+    chosen = token_ids[rows]
+    stays = is_allowed.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    token_ids[rows] = torch.where(stays, chosen, is_allowed.int().argmax(-1))
+
+
+def _unpack(masks: Tensor, vocab_size: int) -> Tensor:
+    """int32 [n, ceil(vocab / 32)] -> bool [n, vocab]"""
+    bits = masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32) & 1
+    return bits.bool().flatten(1)[:, :vocab_size]
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:

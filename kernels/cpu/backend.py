@@ -211,27 +211,51 @@ class CpuOps:
         self._submit(records.PAGED_ATTENTION, operands, sizes, (scale, softcap or 0.0))
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
-        rows, vocab_size = logits.shape
-        penalties = inputs.penalties
+        penalties, constraints = inputs.penalties, inputs.constraints
         seen: tuple[Tensor | None, ...] = (None,) * 6
         if penalties is not None:
             counts = (penalties.token_ids, penalties.prompt_lens, penalties.lens)
             seen = (*counts, penalties.presence, penalties.frequency, penalties.repetition)
-        sampled = _empty_sampled(rows, min(inputs.num_top_logprobs, vocab_size), inputs.logprob_rows)
+        held: tuple[Tensor | None, ...] = (None,) * 5
+        if constraints is not None:
+            biases = (constraints.bias_token_ids, constraints.biases, constraints.bias_lens)
+            held = (*biases, constraints.mask_rows, constraints.masks)
+        rows, vocab_size = logits.shape
+        token_ids = torch.empty(rows, dtype=torch.int64)
+        sampled = _empty_sampled(token_ids, min(inputs.num_top_logprobs, vocab_size), inputs.logprob_rows)
         wanted = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.choice)
-        outputs = (sampled.token_ids, sampled.logprobs, sampled.top_token_ids, sampled.top_logprobs)
-        sizes = (
-            rows,
-            vocab_size,
-            _DTYPES[logits.dtype],
-            logits.stride(0),
+        strides = (
             0 if penalties is None else penalties.token_ids.stride(0),
-            0 if inputs.logprob_rows is None else inputs.logprob_rows.shape[0],
+            0 if constraints is None else constraints.bias_token_ids.stride(0),
+            0 if constraints is None else constraints.masks.stride(0),
+        )
+        self._submit_sampling(logits, (*wanted, inputs.position, *seen, inputs.logprob_rows), sampled, strides, held)
+        return sampled
+
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Sampled:
+        every_row = torch.arange(logits.shape[0])
+        sampled = _empty_sampled(token_ids, min(num_top, logits.shape[1]), every_row)
+        self._submit_sampling(logits, (*(None,) * 13, every_row), sampled, (0, 0, 0), (None,) * 5, are_given=True)
+        return sampled
+
+    def _submit_sampling(
+        self,
+        logits: Tensor,
+        operands: tuple[Tensor | None, ...],
+        sampled: Sampled,
+        strides: tuple[int, int, int],
+        held: tuple[Tensor | None, ...],
+        *,
+        are_given: bool = False,
+    ) -> None:
+        rows, vocab_size = logits.shape
+        outputs = (sampled.token_ids, sampled.logprobs, sampled.top_token_ids, sampled.top_logprobs)
+        counts = (
+            0 if sampled.logprobs is None else sampled.logprobs.shape[0],
             0 if sampled.top_token_ids is None else sampled.top_token_ids.shape[1],
         )
-        operands = (logits, *wanted, inputs.position, *seen, inputs.logprob_rows, *outputs)
-        self._submit(records.SAMPLE, operands, sizes)
-        return sampled
+        sizes = (rows, vocab_size, _DTYPES[logits.dtype], logits.stride(0), *counts, *strides, are_given)
+        self._submit(records.SAMPLE, (logits, *operands, *outputs, *held), sizes)
 
 
 def _attention_shape(query: Tensor, kv_cache: Tensor) -> str:
@@ -245,8 +269,7 @@ def _cache_offsets(kv_cache: Tensor, layer: int) -> tuple[int, int, int, int]:
     return block, head, layer * one_layer, layer * one_layer + half
 
 
-def _empty_sampled(rows: int, num_top: int, logprob_rows: Tensor | None) -> Sampled:
-    token_ids = torch.empty(rows, dtype=torch.int64)
+def _empty_sampled(token_ids: Tensor, num_top: int, logprob_rows: Tensor | None) -> Sampled:
     if logprob_rows is None:
         return Sampled(token_ids, None, None, None)
     count = logprob_rows.shape[0]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-MAX_POINTERS, MAX_SIZES, MAX_NUMBERS = 20, 16, 4
+MAX_POINTERS, MAX_SIZES, MAX_NUMBERS = 24, 16, 4
 
 RECORD = struct.Struct(f"<q{MAX_POINTERS}Q{MAX_SIZES}q{MAX_NUMBERS}d")
 _NO_SIZES = (0,) * MAX_SIZES

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Penalties, QKNorm, SamplingInputs, StepLayout
+from tandem.kernels.ops import Constraints, Penalties, QKNorm, SamplingInputs, StepLayout
 from tandem.kernels.triton import activation, attention, embedding, linear, norm, rope, sampling
 from tandem.kernels.triton.device import Architecture
 from tandem.kernels.triton.launch import Launch
@@ -70,6 +70,7 @@ def _simple_jobs() -> Iterator[Job]:
         yield Job(f"rope with norm {head_dim}", "-", partial(_rope, head_dim=head_dim, has_norm=True), False)
     yield Job("sample", "-", partial(_sample, has_penalties=False), False)
     yield Job("sample with penalties", "-", partial(_sample, has_penalties=True), False)
+    yield Job("sample with constraints", "-", partial(_sample, has_penalties=True, has_constraints=True), False)
     yield Job("logprobs", "-", partial(_sample, has_penalties=False, has_logprobs=True), False)
 
 
@@ -90,14 +91,18 @@ def _rope(launch: Launch, head_dim: int, *, has_norm: bool) -> None:
     rope.rope_and_write_kv(launch, qkv, angle, angle, qk_norm, _cache(head_dim), 1, _layout(8, 8), out)
 
 
-def _sample(launch: Launch, *, has_penalties: bool, has_logprobs: bool = False) -> None:
+def _sample(launch: Launch, *, has_penalties: bool, has_constraints: bool = False, has_logprobs: bool = False) -> None:
     num_rows, vocab_size = 8, 128_256
     real = _empty(num_rows, dtype=torch.float32)
     whole = _index(num_rows)
     penalties = Penalties(_index(num_rows, 100), whole, whole, real, real, real) if has_penalties else None
+    masks = _empty(num_rows, vocab_size // 32, dtype=torch.int32)
+    biases = _empty(num_rows, 100, dtype=torch.float32)
+    constraints = Constraints(_index(num_rows, 100), biases, whole, whole, masks) if has_constraints else None
     inputs = SamplingInputs(
         *(real, whole, real, real, whole, whole, whole),
         penalties=penalties,
+        constraints=constraints,
         logprob_rows=_index(2) if has_logprobs else None,
         num_top_logprobs=20,
     )

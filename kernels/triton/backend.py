@@ -146,6 +146,9 @@ class TritonOps:
         counts = self._buffers.get("sampling counts", size, torch.int32, logits.device)
         return sampling.sample(self._launch, logits, inputs, scratch, counts)
 
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Sampled:
+        return sampling.score(self._launch, logits, token_ids, num_top)
+
     def capture(self, step: Callable[[], T]) -> Captured[T] | None:
         return self._recorder.capture(step, self._launch) if torch.cuda.is_available() else None
 

@@ -22,6 +22,7 @@ _FIRST_UNIT = tl.constexpr(1 << 28)
 _LOWEST_KEY = tl.constexpr(-(1 << 31))
 _WEIGHT_ONE = tl.constexpr(float(1 << 44))
 _MASK = tl.constexpr(0xFFFFFFFF)
+_CLAIMED = tl.constexpr(1 << 30)  # above every count
 
 
 @triton.jit
@@ -209,7 +210,6 @@ def _draw(
 
 @triton.jit
 def _penalise(
-    logits_row_ptr: tl.tensor,
     scratch_row_ptr: tl.tensor,
     count_row_ptr: tl.tensor,
     history_ptr: tl.tensor,
@@ -230,16 +230,69 @@ def _penalise(
         index = first + tl.arange(0, BLOCK)
         known = index < history_len
         token = tl.load(history_ptr + index, mask=known, other=0)
-        count = tl.load(count_row_ptr + token, mask=known, other=0, cache_modifier=".cg").to(tl.float32)
-        logits = _clean(tl.load(logits_row_ptr + token, mask=known, other=0.0))
+        claimed = tl.atomic_or(count_row_ptr + token, _CLAIMED, mask=known, sem="relaxed")
+        known = known & (claimed < _CLAIMED)  # of equals, one rewrites the token
+        count = claimed.to(tl.float32)
+        logits = tl.load(scratch_row_ptr + token, mask=known, other=0.0)
         logits = tl.where(logits > 0, logits / repetition, logits * repetition)
         logits = logits - frequency * count - tl.where(count > 0, presence, 0.0)
-        tl.store(scratch_row_ptr + token, logits, mask=known)  # equals of a token write the same
+        tl.store(scratch_row_ptr + token, logits, mask=known)
     tl.debug_barrier()
     for first in range(0, history_len, BLOCK):
         index = first + tl.arange(0, BLOCK)
         token = tl.load(history_ptr + index, mask=index < history_len, other=0)
         tl.store(count_row_ptr + token, 0, mask=index < history_len)
+
+
+@triton.jit
+def _bias(
+    scratch_row_ptr: tl.tensor,
+    bias_token_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    num_biases: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add the row's biases to its logits. Their tokens are different ones."""
+    for first in range(0, num_biases, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        known = index < num_biases
+        token = tl.load(bias_token_ptr + index, mask=known, other=0)
+        logits = tl.load(scratch_row_ptr + token, mask=known, other=0.0)
+        logits = _clean(logits + tl.load(bias_ptr + index, mask=known, other=0.0))
+        tl.store(scratch_row_ptr + token, logits, mask=known)
+
+
+@triton.jit
+def _is_allowed(mask_row_ptr: tl.tensor, ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
+    """The tokens' bits. bool"""
+    words = tl.load(mask_row_ptr + ids // 32, mask=ids < vocab_size, other=0)
+    return ((words >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def _mask(scratch_row_ptr: tl.tensor, mask_row_ptr: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """The lowest number for every token that may not be chosen."""
+    for first in range(0, vocab_size, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        inside = ids < vocab_size
+        forbidden = inside & ~_is_allowed(mask_row_ptr, ids, vocab_size)
+        tl.store(scratch_row_ptr + ids, tl.full((BLOCK,), -_LARGEST, tl.float32), mask=forbidden)
+
+
+@triton.jit
+def _replace_forbidden(
+    token: tl.tensor, mask_row_ptr: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """The token if it is allowed, else the lowest that is, or 0."""
+    word = tl.load(mask_row_ptr + token // 32)
+    if ((word >> (token % 32)) & 1) == 0:
+        lowest = vocab_size
+        for first in range(0, vocab_size, BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            allowed = _is_allowed(mask_row_ptr, ids, vocab_size)
+            lowest = tl.minimum(lowest, tl.min(tl.where(allowed, ids, vocab_size), 0))
+        token = tl.where(lowest < vocab_size, lowest, 0)
+    return token
 
 
 @triton.jit
@@ -258,7 +311,7 @@ def _argmax(row_ptr: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr) -> t
 
 
 @triton.jit(
-    do_not_specialize=["history_stride"],
+    do_not_specialize=["history_stride", "bias_stride", "mask_stride"],
     do_not_specialize_on_alignment=[
         "temperature_ptr",
         "top_k_ptr",
@@ -273,6 +326,11 @@ def _argmax(row_ptr: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr) -> t
         "presence_ptr",
         "frequency_ptr",
         "repetition_ptr",
+        "bias_token_ptr",
+        "bias_ptr",
+        "bias_len_ptr",
+        "mask_row_ptr",
+        "mask_ptr",
         "token_ptr",
     ],
 )
@@ -293,11 +351,19 @@ def sample_kernel(
     presence_ptr: tl.tensor,
     frequency_ptr: tl.tensor,
     repetition_ptr: tl.tensor,
+    bias_token_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    bias_len_ptr: tl.tensor,
+    mask_row_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
     token_ptr: tl.tensor,
     vocab_size: tl.tensor,
     logits_stride: tl.tensor,
     history_stride: tl.tensor,
+    bias_stride: tl.tensor,
+    mask_stride: tl.tensor,
     HAS_PENALTIES: tl.constexpr,
+    HAS_CONSTRAINTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One row, see `ops.Ops.sample`. Grid: (rows,)."""
@@ -310,11 +376,16 @@ def sample_kernel(
         logits = _clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=0.0))
         tl.store(scratch_row_ptr + ids, logits, mask=ids < vocab_size)
     tl.debug_barrier()
+    if HAS_CONSTRAINTS:
+        num_biases = tl.load(bias_len_ptr + row).to(tl.int32)
+        if num_biases > 0:
+            bias_start = wide_row * bias_stride
+            _bias(scratch_row_ptr, bias_token_ptr + bias_start, bias_ptr + bias_start, num_biases, BLOCK)
+            tl.debug_barrier()
     if HAS_PENALTIES:
         history_len = tl.load(history_len_ptr + row).to(tl.int32)
         if history_len > 0:
             _penalise(
-                logits_row_ptr,
                 scratch_row_ptr,
                 count_ptr + wide_row * vocab_size,
                 history_ptr + wide_row * history_stride,
@@ -325,6 +396,12 @@ def sample_kernel(
                 tl.load(repetition_ptr + row),
                 BLOCK,
             )
+            tl.debug_barrier()
+    if HAS_CONSTRAINTS:
+        mask_row = tl.load(mask_row_ptr + row)
+        one_mask_ptr = mask_ptr + tl.maximum(mask_row, 0) * mask_stride
+        if mask_row >= 0:
+            _mask(scratch_row_ptr, one_mask_ptr, vocab_size, BLOCK)
             tl.debug_barrier()
     best, token = _argmax(scratch_row_ptr, vocab_size, BLOCK)
     temperature = tl.load(temperature_ptr + row)
@@ -347,6 +424,9 @@ def sample_kernel(
         token = _draw(
             scratch_row_ptr, vocab_size, temperature, maximum, kth_key, min_p, last_key, num_last, number, BLOCK
         )
+    if HAS_CONSTRAINTS:
+        if mask_row >= 0:
+            token = _replace_forbidden(token, one_mask_ptr, vocab_size, BLOCK)
     tl.store(token_ptr + row, token.to(tl.int64))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tandem.kernels import reference_sampling
 from tandem.kernels.cpu.build import BuildError
-from tandem.kernels.ops import Ops, Penalties, SamplingInputs, load_ops
+from tandem.kernels.ops import Constraints, Ops, Penalties, Sampled, SamplingInputs, load_ops
 from tandem.kernels.philox import uniform
 
 
@@ -204,3 +205,110 @@ def test_a_spoilt_row_gets_some_token_and_leaves_the_others_alone(ops: Ops, spoi
     assert sampled.top_logprobs is not None
     assert torch.equal(sampled.top_logprobs[others], expected.top_logprobs[others])
     assert not sampled.top_logprobs.isnan().any()
+
+
+def pack_masks(is_allowed: Tensor) -> Tensor:
+    """bool [n, vocab] -> int32 [n, ceil(vocab / 32)]"""
+    padded = torch.nn.functional.pad(is_allowed, (0, -is_allowed.shape[1] % 32))
+    words = (padded.view(len(is_allowed), -1, 32).long() << torch.arange(32)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def constrained(num_rows: int, vocab_size: int, biases: dict[int, dict[int, float]], masks: dict[int, set[int]]) -> Any:
+    """Constraints from what each row has of either."""
+    longest = max((len(row) for row in biases.values()), default=0)
+    token_ids, values = torch.zeros(num_rows, longest, dtype=torch.int64), torch.full((num_rows, longest), 1e9)
+    lens, mask_rows = torch.zeros(num_rows, dtype=torch.int64), torch.full((num_rows,), -1)
+    for row, wanted in biases.items():
+        token_ids[row, : len(wanted)] = torch.tensor(list(wanted))
+        values[row, : len(wanted)] = torch.tensor(list(wanted.values()))
+        lens[row] = len(wanted)
+    is_allowed = torch.zeros(len(masks), vocab_size, dtype=torch.bool)
+    for index, (row, allowed) in enumerate(masks.items()):
+        is_allowed[index, list(allowed)] = True
+        mask_rows[row] = index
+    return Constraints(token_ids, values, lens, mask_rows, pack_masks(is_allowed))
+
+
+def test_biases_come_before_penalties_and_masks_behind_them(ops: Ops) -> None:
+    """Row by row, the logits that greedy decoding sees; the logprobs stay the model's own."""
+    logits = torch.tensor([[1.0, 2.0, 3.0, 0.5]]).repeat(6, 1)
+    one = torch.ones(6)
+    penalties = Penalties(
+        *(torch.tensor([[2]] * 6), torch.zeros(6, dtype=torch.int64), torch.tensor([0, 0, 1, 1, 0, 0])),
+        *(one * 0, one * 0, one * 4),
+    )
+    constraints = constrained(
+        6, 4, {0: {0: 2.5}, 2: {2: 6.0}, 3: {2: -4.0, 0: 0.5}, 5: {1: -99.0, 3: 1.0}}, {1: {0, 3}, 3: {0, 3}, 4: set()}
+    )
+    inputs = make_inputs(
+        6,
+        temperature=torch.zeros(6),
+        penalties=penalties,
+        constraints=constraints,
+        logprob_rows=torch.arange(6),
+        num_top_logprobs=1,
+    )
+    # row 2: (3 + 6) / 4 = 2.25 is the largest; the other way round it would be 3 / 4 + 6. Row 4 allows nothing
+    sampled = ops.sample(logits, inputs)
+    assert sampled.token_ids.tolist() == [0, 0, 2, 0, 0, 2]
+    assert sampled.logprobs is not None
+    raw = torch.log_softmax(logits[0], -1)
+    torch.testing.assert_close(sampled.logprobs, raw[sampled.token_ids], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9, 1e30])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (5, 0.7, 0.0), (0, 1.0, 0.2)])
+def test_a_forbidden_token_is_never_chosen(
+    ops: Ops, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Not among equals, not in a spoilt row, not at a temperature that makes everything alike."""
+    num_rows, vocab_size = 60, 101
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    logits[:20] = float("nan")
+    logits[20:30] = float("-inf")
+    allowed = {row: {33 + row % 7, 64, 100} for row in range(num_rows)}
+    inputs = make_inputs(
+        num_rows,
+        temperature=torch.full((num_rows,), temperature),
+        top_k=torch.full((num_rows,), top_k),
+        top_p=torch.full((num_rows,), top_p),
+        min_p=torch.full((num_rows,), min_p),
+        constraints=constrained(num_rows, vocab_size, {50: {64: -1e38}}, allowed),
+    )
+    chosen = ops.sample(logits, inputs).token_ids.tolist()
+    assert all(token_id in allowed[row] for row, token_id in enumerate(chosen))
+    assert len(set(chosen[30:])) > 3
+
+
+def test_a_mask_draws_as_if_the_other_tokens_were_not_there(ops: Ops) -> None:
+    num_rows, vocab_size = 200, 333
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(2)) * 3
+    allowed = sorted({*range(40, 60), *range(130, 333, 7)})
+    inputs = make_inputs(num_rows, top_p=torch.full((num_rows,), 0.9), min_p=torch.full((num_rows,), 0.01))
+    masked = replace(inputs, constraints=constrained(num_rows, vocab_size, {}, dict.fromkeys(range(num_rows), allowed)))
+    expected = torch.tensor(allowed)[ops.sample(logits[:, allowed], inputs).token_ids]
+    assert torch.equal(ops.sample(logits, masked).token_ids, expected)
+
+
+def test_constrained_rows_leave_the_others_their_bits(ops: Ops) -> None:
+    logits, inputs = random_inputs(12, 1000)
+    plain = ops.sample(logits, inputs)
+    constraints = constrained(12, 1000, {3: {5: 4.0}, 4: {7: -3.0}}, {3: set(range(500)), 9: {1, 2}})
+    some = ops.sample(logits, replace(inputs, constraints=constraints))
+    others = torch.tensor([row for row in range(12) if row not in (3, 4, 9)])
+    assert torch.equal(some.token_ids[others], plain.token_ids[others])
+    assert int(some.token_ids[9]) in (1, 2)
+    alone = replace(rows_of(inputs, slice(3, 4), 20), constraints=constrained(1, 1000, {0: {5: 4.0}}, {0: range(500)}))
+    assert torch.equal(ops.sample(logits[3:4], alone).token_ids, some.token_ids[3:4])
+
+
+def test_score_says_of_given_tokens_what_sampling_says_of_chosen_ones(ops: Ops) -> None:
+    logits, inputs = random_inputs(12, 1000)
+    sampled = ops.sample(logits, inputs)
+    scored = ops.score(logits, sampled.token_ids.clone(), 20)
+    for field in fields(Sampled):
+        assert torch.equal(getattr(scored, field.name), getattr(sampled, field.name))
+    other = ops.score(logits[4:5], torch.tensor([17]), 0)
+    assert other.logprobs is not None
+    torch.testing.assert_close(other.logprobs, torch.log_softmax(logits[4:5].float(), -1)[:, 17], rtol=0, atol=1e-5)

@@ -9,7 +9,7 @@ namespace tandem {
 // One op with its addresses and shapes. Python (records.py) writes the same fields; a captured step is an array of them.
 struct Op {
     int64_t code;
-    void *pointers[20];
+    void *pointers[24];
     int64_t sizes[16];
     double numbers[4];
 };

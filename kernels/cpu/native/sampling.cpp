@@ -2,8 +2,10 @@
 //
 // pointers: logits, temperature, top_k, top_p, min_p, seed, choice, position,
 //           penalties (null: none): token_ids, prompt_lens, lens, presence, frequency, repetition,
-//           logprob_rows (null: none), out: token_ids, logprobs, top_token_ids, top_logprobs
-// sizes: rows, vocab, dtype, logits_stride, penalties' row stride, num_logprob_rows, num_top
+//           logprob_rows (null: none), out: token_ids, logprobs, top_token_ids, top_logprobs,
+//           constraints (null: none): bias_token_ids, biases, bias_lens, mask_rows, masks
+// sizes: rows, vocab, dtype, logits_stride, num_logprob_rows, num_top, row strides of penalties, biases and masks,
+//        are_given (nothing is chosen: token_ids holds the tokens whose logprobs are wanted)
 //
 // vocab <= 2^21 and num_top <= vocab. A row is one thread's work.
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include <numeric>
 
 #include "op.h"
+#include "sampling_constraints.h"
 #include "sampling_penalties.h"
 #include "sampling_philox.h"
 #include "sampling_row.h"
@@ -32,7 +35,7 @@ void with_type(int64_t dtype, Body body) {
 
 // A thread's memory for one row, cut from one piece. Little of it is touched unless a row's filters keep most tokens.
 struct Memory {
-    float *logits;  // with penalties, or scaled
+    float *logits;  // with penalties and constraints, or scaled
     float *values;  // of the candidates; their keys take the same place
     int32_t *ids;
     int64_t *weights;
@@ -150,7 +153,7 @@ int64_t draw_filtered(const Scaled<float> &row, int64_t count, const Filters &fi
 class Sampler {
   public:
     Sampler(const Op &op, Worker &worker) : op_(op), vocab_size_(op.sizes[1]) {
-        int64_t max_history = op.pointers[8] ? op.sizes[4] : 0;
+        int64_t max_history = op.pointers[8] ? op.sizes[6] : 0;
         int64_t bytes = Memory::carve(nullptr, vocab_size_, max_history, memory_);
         Memory::carve(static_cast<char *>(worker.scratch(bytes)), vocab_size_, max_history, memory_);
     }
@@ -160,17 +163,22 @@ class Sampler {
         auto logits = static_cast<const T *>(op_.pointers[0]) + row * op_.sizes[3];
         const int64_t *logprob_row = find_logprob_row(row);
         Penalty penalty{};
-        bool is_penalised = has_penalty(row, penalty);
+        bool is_penalised = has_penalty(row, penalty), is_given = op_.sizes[9];
+        RowConstraint constraint = constraint_of(row);
+        bool is_edited = is_penalised || !constraint.is_neutral();
         Largest raw{};
-        if (!is_penalised || logprob_row) raw = find_largest(logits, vocab_size_);
-        int64_t token_id;
-        if (is_penalised) {
-            penalise(logits, row, penalty);
+        if (!is_edited || logprob_row) raw = find_largest(logits, vocab_size_);
+        int64_t &token_id = output<int64_t>(15)[row];
+        if (is_edited) {
+            copy(logits);
+            constraint.add_biases(memory_.logits, vocab_size_);
+            if (is_penalised) penalise(row, penalty);
+            constraint.mask(memory_.logits, vocab_size_);
             token_id = choose(memory_.logits, find_largest(memory_.logits, vocab_size_), row);
-        } else {
+            if (!constraint.allows(token_id)) token_id = constraint.first_allowed(vocab_size_);
+        } else if (!is_given) {
             token_id = choose(logits, raw, row);
         }
-        output<int64_t>(15)[row] = token_id;
         if (logprob_row) write_logprobs(logits, raw.value, token_id, logprob_row - input<int64_t>(14));
     }
 
@@ -187,8 +195,8 @@ class Sampler {
     const int64_t *find_logprob_row(int64_t row) const {
         auto rows = input<int64_t>(14);
         if (rows == nullptr) return nullptr;
-        const int64_t *found = std::lower_bound(rows, rows + op_.sizes[5], row);
-        return found != rows + op_.sizes[5] && *found == row ? found : nullptr;
+        const int64_t *found = std::lower_bound(rows, rows + op_.sizes[4], row);
+        return found != rows + op_.sizes[4] && *found == row ? found : nullptr;
     }
 
     bool has_penalty(int64_t row, Penalty &penalty) const {
@@ -197,16 +205,27 @@ class Sampler {
         return !penalty.is_neutral();
     }
 
-    // The row's logits with its penalties -> memory_.logits.
+    RowConstraint constraint_of(int64_t row) const {
+        if (op_.pointers[19] == nullptr && op_.pointers[22] == nullptr) return {};
+        int64_t mask_row = input<int64_t>(22)[row];
+        return {input<int64_t>(19) + row * op_.sizes[7], input<float>(20) + row * op_.sizes[7],
+                std::min(input<int64_t>(21)[row], op_.sizes[7]),
+                mask_row < 0 ? nullptr : input<uint32_t>(23) + mask_row * op_.sizes[8]};
+    }
+
+    // The row's logits -> memory_.logits.
     template <class T>
-    void penalise(const T *logits, int64_t row, const Penalty &penalty) {
+    void copy(const T *logits) {
         for (int64_t i = 0; i < vocab_size_; i += kLanes) {
             int n = static_cast<int>(std::min<int64_t>(vocab_size_ - i, kLanes));
             store(memory_.logits + i, finite(load(logits + i, n)));
         }
+    }
+
+    void penalise(int64_t row, const Penalty &penalty) {
         SeenTokens seen(memory_.places, memory_.entries, vocab_size_);
-        const int64_t *history = input<int64_t>(8) + row * op_.sizes[4];
-        int64_t prompt_len = input<int64_t>(9)[row], len = std::min(input<int64_t>(10)[row], op_.sizes[4]);
+        const int64_t *history = input<int64_t>(8) + row * op_.sizes[6];
+        int64_t prompt_len = input<int64_t>(9)[row], len = std::min(input<int64_t>(10)[row], op_.sizes[6]);
         for (int64_t i = 0; i < len; ++i) seen.add(history[i], i >= prompt_len);
         for (const SeenTokens::Entry &entry : seen) {
             float &logit = memory_.logits[entry.token_id];
@@ -236,7 +255,7 @@ class Sampler {
         double log_sum = std::log(static_cast<double>(mass(row, 0, vocab_size_)) / kFixedOne);
         auto logprob = [=](float logit) { return static_cast<float>(double{logit} - double{largest} - log_sum); };
         output<float>(16)[place] = logprob(finite(to_float(logits[token_id])));
-        int64_t num_top = std::min(op_.sizes[6], vocab_size_);
+        int64_t num_top = std::min(op_.sizes[5], vocab_size_);
         if (num_top <= 0) return;
         float bound = bound_of_largest(logits, vocab_size_, num_top, memory_.values, memory_.select);
         int64_t num = gather(row, vocab_size_, bound, -std::numeric_limits<float>::infinity(), memory_);
@@ -248,8 +267,8 @@ class Sampler {
             if (keys[i] > keys[last] || (keys[i] == keys[last] && i <= last))
                 order[num_kept++] = uint64_t{~keys[i]} << 32 | static_cast<uint32_t>(memory_.ids[i]);
         std::sort(order, order + num_kept);
-        int64_t *top_ids = output<int64_t>(17) + place * op_.sizes[6];
-        float *top_logprobs = output<float>(18) + place * op_.sizes[6];
+        int64_t *top_ids = output<int64_t>(17) + place * op_.sizes[5];
+        float *top_logprobs = output<float>(18) + place * op_.sizes[5];
         for (int64_t i = 0; i < num_kept; ++i) {
             top_ids[i] = static_cast<uint32_t>(order[i]);
             top_logprobs[i] = logprob(value_of(~static_cast<uint32_t>(order[i] >> 32)));

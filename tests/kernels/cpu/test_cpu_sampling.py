@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.kernels.cpu.backend import CpuOps
 from tandem.kernels.cpu.build import LEVELS, levels
-from tandem.kernels.ops import Penalties, Sampled, SamplingInputs, load_ops
+from tandem.kernels.ops import Constraints, Penalties, Sampled, SamplingInputs, load_ops
 
 REFERENCE = load_ops("reference")
 INF, NAN = float("inf"), float("nan")
@@ -105,6 +105,26 @@ def test_rows_of_all_kinds_match_the_reference(ops: CpuOps, num_rows: int, vocab
     for dtype in DTYPES:
         logits, inputs, expected = mixed_case(num_rows, vocab_size, dtype)
         assert agreement(ops.sample(logits, inputs), expected, inputs) >= 0.999
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(50, 2), (300, 17), (16, 49_152)])
+def test_constrained_rows_match_the_reference(ops: CpuOps, num_rows: int, vocab_size: int) -> None:
+    logits, inputs, _ = mixed_case(num_rows, vocab_size, torch.bfloat16)
+    generator = torch.Generator().manual_seed(vocab_size)
+    words = -(-vocab_size // 32)
+    masks = torch.randint(-(1 << 31), 1 << 31, (num_rows, words), generator=generator).to(torch.int32)
+    masks[::3] = torch.where(torch.rand(masks[::3].shape, generator=generator) < 0.5, 0, -1).to(torch.int32)
+    lens = torch.randint(0, 2, (num_rows,), generator=generator)
+    constraints = Constraints(
+        torch.randint(vocab_size, (num_rows, 1), generator=generator),
+        torch.randn(num_rows, 1, generator=generator) * 8,
+        lens,
+        torch.randint(-1, num_rows, (num_rows,), generator=generator),
+        masks,
+    )
+    constrained = replace(inputs, constraints=constraints)
+    expected = REFERENCE.sample(logits, constrained)
+    assert agreement(ops.sample(logits, constrained), expected, inputs) >= 0.999
 
 
 def is_kept(logits: Tensor, filters: dict[str, float]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import philox
-from tandem.kernels.ops import Ops, Penalties, Sampled, SamplingInputs
+from tandem.kernels.ops import Constraints, Ops, Penalties, Sampled, SamplingInputs
 
 
 def make_inputs(num_rows: int, **changes: Any) -> SamplingInputs:
@@ -106,6 +106,38 @@ def test_every_step_counts_the_history_anew(ops: Ops) -> None:
     history = Penalties(torch.tensor([[5]]), torch.tensor([0]), torch.tensor([1]), one * 0, one * 0.3, one)
     inputs = make_inputs(1, temperature=torch.zeros(1), penalties=history)
     assert [int(ops.sample(logits, inputs).token_ids) for _ in range(3)] == [5, 5, 5]  # twice 0.3 would make it 6
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the spoilt row
+def test_constraints_are_those_of_the_reference(ops: Ops, reference: Ops) -> None:
+    """Biases before penalties, masks behind both; equals and a spoilt row included."""
+    logits = random_logits(6, 1100)
+    logits[4] = float("nan")
+    generator = torch.Generator().manual_seed(8)
+    masks = torch.randint(-(1 << 31), 1 << 31, (3, 35), generator=generator).to(torch.int32)
+    masks[1, :30] = 0
+    constraints = Constraints(
+        (torch.arange(6)[:, None] * 40 + torch.arange(4) * 40) % 1100,  # tokens of the histories, too
+        torch.randn(6, 4, generator=generator) * 6,
+        torch.tensor([0, 4, 2, 3, 1, 4]),
+        torch.tensor([-1, 0, 1, 2, 1, -1]),
+        masks,
+    )
+    inputs = make_inputs(
+        6,
+        temperature=torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0]),
+        penalties=random_penalties(6, 1100),
+        constraints=constraints,
+        logprob_rows=torch.tensor([0, 1, 5]),
+        num_top_logprobs=2,
+    )
+    for _ in range(2):  # the second finds the counts as the first left them
+        assert_same(ops.sample(logits, inputs), reference.sample(logits, inputs))
+
+
+def test_score_is_that_of_the_reference(ops: Ops, reference: Ops) -> None:
+    logits, token_ids = random_logits(3, 1100), torch.tensor([5, 1099, 0])
+    assert_same(ops.score(logits, token_ids, 3), reference.score(logits, token_ids, 3))
 
 
 @pytest.mark.parametrize("num_top", [0, 50])
