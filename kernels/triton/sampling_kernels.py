@@ -424,7 +424,7 @@ def sample_kernel(
         token = _draw(
             scratch_row_ptr, vocab_size, temperature, maximum, kth_key, min_p, last_key, num_last, number, BLOCK
         )
-    if HAS_CONSTRAINTS:
+    if HAS_CONSTRAINTS:  # noqa: SIM102  the compiler knows this, and only the device the other
         if mask_row >= 0:
             token = _replace_forbidden(token, one_mask_ptr, vocab_size, BLOCK)
     tl.store(token_ptr + row, token.to(tl.int64))
