@@ -1,7 +1,7 @@
 """The decode worker: owns every request from `Submit` to its one terminal message.
 
-    Submit ─> engine ─┬─ prompt missing, a prefill worker is named ─> handover ─┬─> joins the batch ─> Tokens ... finish
-                      └─ little is missing, or nobody is left ─> prefills here ─┘
+    Submit ─> engine ─> fill ─┬─ prompt missing, a prefill worker is named ─> handover ─┬─> joins ─> Tokens ... finish
+                              └─ little is missing, or nobody is left ─> prefills here ─┘
 
 The same class serves the aggregated role: then no prefill worker is ever named, and nothing is handed over.
 """
@@ -12,19 +12,18 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from tandem.workers.connection import Connection
 from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
+from tandem.workers.fill import Filler
 from tandem.workers.handover import Delivered, Handover
-from tandem.workers.kv_cache import KVCache
 from tandem.workers.metrics import WorkerMetrics
-from tandem.workers.peers import PrefillPeers
+from tandem.workers.peers import Peers
+from tandem.workers.promises import Promises
 from tandem.workers.protocol import (
     AnyMessage,
     Cancel,
@@ -39,8 +38,9 @@ from tandem.workers.protocol import (
     UsePrefill,
 )
 from tandem.workers.sequence import Sequence
-from tandem.workers.transfer.base import PullTimeout, Transfer
-from tandem.workers.types import Request, TokenChunk, WorkerAddress
+from tandem.workers.tasks import Tasks
+from tandem.workers.transfer.base import PullTimeout
+from tandem.workers.types import KVSource, Request, TokenChunk, WorkerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,13 @@ class ActiveRequest:
     engine_id: str
     prefill: WorkerAddress | None
     """Who is to read the prompt, as far as anybody else is."""
+    source: KVSource | None
+    """Whence the beginning may be fetched by whoever reads the prompt."""
     sequences: list[Sequence] = field(default_factory=list)
     open_choices: set[int] = field(default_factory=set)
     is_started: bool = False
     deadline: asyncio.TimerHandle | None = None
-    handovers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    fills: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """By choice. Mostly one: others find the prompt here, and only a long answer to continue is fetched as well."""
     delivered: Delivered | None = None
     """The first choice's."""
@@ -79,56 +81,61 @@ class DecodeWorker:
         self,
         address: WorkerAddress,
         engine: Engine,
-        kv_cache: KVCache,
-        transfer: Transfer,
-        peers: PrefillPeers,
+        promises: Promises,
+        filler: Filler,
+        peers: Peers,
         metrics: WorkerMetrics,
     ) -> None:
         self.address = address
         self.engine = engine
-        self.kv_cache = kv_cache
-        self.transfer = transfer
+        self.promises = promises
+        self.filler = filler
         self.peers = peers
         self.metrics = metrics
+        filler.source_of = self._source_of
         self._requests: dict[tuple[Connection, str], ActiveRequest] = {}
         self._by_engine_id: dict[str, ActiveRequest] = {}
         self._numbers = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def run(self) -> None:
-        await self.peers.run()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.promises.run())
+            group.create_task(self.peers.run())
 
     def handle(self, connection: Connection, message: AnyMessage) -> None:
         match message:
             case Submit():
                 self._submit(connection, message)
-            case Cancel():
-                if active := self._requests.get((connection, message.request_id)):
-                    self._cancel(active)
+            case Cancel() if active := self._requests.get((connection, message.request_id)):
+                self._cancel(active)
             case FinishChoice():
                 if active := self._requests.get((connection, message.request_id)):
                     self._finish_choice(active, message.choice)
             case UsePrefill():
                 active = self._requests.get((connection, message.request_id))
                 if active is not None and active.replacement is not None and not active.replacement.done():
+                    active.source = message.source
                     active.replacement.set_result(message.prefill)
             case Pair():
                 for address in message.prefill:
-                    self._spawn(self._pair(connection, address), f"pair with {address.worker_id}")
-            case _:
+                    self._tasks.spawn(self._pair(connection, address), f"pair with {address.worker_id}")
+            case _ if not self.promises.try_handle(connection, message):
                 raise ProtocolError(f"a decode worker does not take {type(message).__name__}")
 
     def connection_lost(self, connection: Connection) -> None:
         for active in [active for active in self._requests.values() if active.connection is connection]:
             self._cancel(active)
+        self.promises.connection_lost(connection)
 
     async def close(self) -> None:
         """End what is under way; blocks that a pull may still write stay unused, since the worker is going."""
         for active in list(self._requests.values()):
             self._cancel(active)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self.promises.close()
+        await self._tasks.wait()
         await self.peers.close()
+        await self.filler.close()
 
     def on_outputs(self, outputs: list[StepOutput]) -> None:
         """A step ended: one frame per gateway connection carries the tokens of all its requests."""
@@ -148,12 +155,12 @@ class DecodeWorker:
             connection.post(Tokens(chunks=tuple(batch)))
 
     def on_incoming(self, sequence: Sequence) -> None:
-        """The engine admitted a sequence whose KV somebody else is to compute."""
+        """The engine admitted a sequence whose KV is elsewhere, or is to be computed elsewhere."""
         active = self._by_engine_id[sequence.request_id]
-        handover = self._spawn(self._receive(active, sequence), f"handover {sequence.request_id}")
+        fill = self._tasks.spawn(self._fill(active, sequence), f"fill {sequence.request_id}")
         # However it ends, even before it began: a cancelled sequence's blocks are given back when no pull is left.
-        handover.add_done_callback(lambda _: self.engine.release_incoming(sequence))
-        active.handovers[sequence.choice] = handover
+        fill.add_done_callback(lambda _: self.engine.release_incoming(sequence))
+        active.fills[sequence.choice] = fill
 
     # A request's beginning and end
 
@@ -162,10 +169,14 @@ class DecodeWorker:
         if (connection, request.request_id) in self._requests:
             raise ProtocolError(f"request id {request.request_id!r} is in use on this connection")
         engine_id = f"{self.address.worker_id}.{self.address.epoch}.{next(self._numbers)}"
-        active = ActiveRequest(connection, request, engine_id, message.prefill)
+        active = ActiveRequest(connection, request, engine_id, message.prefill, message.source)
         renamed = msgspec.structs.replace(request, request_id=engine_id)
         try:
-            active.sequences = self.engine.add(renamed, wants_remote=message.prefill is not None)
+            if message.prefill is not None:
+                active.sequences = self.engine.add(renamed, wants_remote=True)
+            else:
+                num_source_blocks = 0 if message.source is None else message.source.num_blocks
+                active.sequences = self.engine.add(renamed, num_source_blocks=num_source_blocks)
         except RequestError as error:
             self._send_failed(active, str(error), retryable=False, param=error.param, code=error.code)
             return
@@ -217,7 +228,7 @@ class DecodeWorker:
 
     def _stop(self, active: ActiveRequest, choice: int | None = None) -> None:
         for sequence in self.engine.cancel(active.engine_id, choice):
-            active.handovers[sequence.choice].cancel()
+            active.fills[sequence.choice].cancel()
 
     def _fail(self, active: ActiveRequest, message: str, *, retryable: bool) -> None:
         self._cancel(active)
@@ -247,7 +258,21 @@ class DecodeWorker:
             Failed(request_id=active.request.request_id, message=message, retryable=retryable, param=param, code=code)
         )
 
-    # Handover
+    # Fills
+
+    def _source_of(self, sequence: Sequence) -> KVSource | None:
+        """Whence this worker may fetch: only if it is to read the prompt itself."""
+        active = self._by_engine_id.get(sequence.request_id)
+        return None if active is None or active.prefill is not None else active.source
+
+    async def _fill(self, active: ActiveRequest, sequence: Sequence) -> None:
+        """Bring what exists already; have the rest handed over, or compute it here."""
+        if not await self.filler.fill(sequence, active.request.salt):
+            return
+        if sequence.wants_remote and sequence.num_uncomputed > self.engine.config.local_prefill_tokens:
+            await self._receive(active, sequence)
+        else:
+            self.engine.handover_abandoned(sequence, sequence.num_computed)
 
     async def _receive(self, active: ActiveRequest, sequence: Sequence) -> None:
         """Get the sequence's KV from one prefill worker after another; if none can, compute it here."""
@@ -258,8 +283,8 @@ class DecodeWorker:
             try:
                 delivered = await handover.run(self.peers, active.prefill)
             except TransferError as error:
-                self._count_failure(active, error)
-                if isinstance(error, PullTimeout) and not self._set_aside(sequence, handover.pulling, error):
+                self.filler.count_failure(f"handover of request {active.request.request_id}", error)
+                if isinstance(error, PullTimeout) and not self.filler.set_aside(sequence, handover.pulling, error):
                     active.prefill = None
                     return  # back in the queue: it computes everything here
                 if sequence.is_finished:
@@ -279,26 +304,18 @@ class DecodeWorker:
             handover_id,
             sequence,
             active.request.salt,
-            kv_cache=self.kv_cache,
-            transfer=self.transfer,
-            metrics=self.metrics,
+            self.filler.reader,
+            source=self._best_source(active, sequence),
             pull_timeout_s=self.engine.config.pull_timeout_s,
         )
 
-    def _count_failure(self, active: ActiveRequest, error: TransferError) -> None:
-        logger.warning("handover of request %s failed (%s): %s", active.request.request_id, error.reason, error)
-        self.metrics.count("kv_transfer_failures_total", reason=error.reason)
-
-    def _set_aside(self, sequence: Sequence, block_ids: list[int], error: PullTimeout) -> bool:
-        """The pull may still write into these blocks: nobody gets them before it has settled."""
-
-        async def end_quarantine() -> None:
-            await error.settled
-            self.engine.end_quarantine(block_ids)
-
-        is_alive = self.engine.quarantine(sequence, block_ids)
-        self._spawn(end_quarantine(), "end of quarantine")
-        return is_alive
+    def _best_source(self, active: ActiveRequest, sequence: Sequence) -> KVSource | None:
+        """Where the prefill worker finds more of this prompt than with itself: perhaps here, an earlier answer above
+        all."""
+        num_here = sequence.num_computed // self.engine.config.block_size
+        if num_here == 0 or (active.source is not None and active.source.num_blocks > num_here):
+            return active.source
+        return KVSource(address=self.address, num_blocks=num_here)
 
     async def _next_prefill(self, active: ActiveRequest, error: TransferError) -> WorkerAddress | None:
         """Who else? Only a worker that is lost or refuses is replaced; after any other failure we compute here."""
@@ -331,18 +348,6 @@ class DecodeWorker:
         connection.post(
             Paired(prefill_worker=address.worker_id, transport=path.transport, gigabytes_per_s=path.gigabytes_per_s)
         )
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that is kept until it ends, and whose unexpected end is seen."""
-        task = asyncio.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s ended unexpectedly", task.get_name(), exc_info=error)
 
 
 def _chunk(active: ActiveRequest, output: StepOutput) -> TokenChunk:

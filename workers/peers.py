@@ -1,4 +1,4 @@
-"""A decode worker's links to prefill workers: one connection per incarnation, paired once, shared by all handovers.
+"""A worker's links to others whose KV it reads: one connection per incarnation, paired once, shared by all attempts.
 
 Pairing compares what KV depends on, then moves a known pattern through the real path and measures it.
 """
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 10.0
 MAX_MISSED_BEATS = 3
 
-PrefillAnswer = TicketPart | Confirmed | Failed
-Inbox = asyncio.Queue[PrefillAnswer | WorkerUnavailable]
+PeerAnswer = TicketPart | Confirmed | Failed
+Inbox = asyncio.Queue[PeerAnswer | WorkerUnavailable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def compare_identities(ours: ModelIdentity, theirs: ModelIdentity) -> None:
             raise PairingError(f"{field.name} differs: ours {our_value!r}, theirs {their_value!r}")
 
 
-class PrefillPeer:
-    """A paired prefill worker. Answers go to one inbox per request; when the link breaks, each inbox is told."""
+class Peer:
+    """A paired worker. Answers go to one inbox per request; when the link breaks, each inbox is told."""
 
     def __init__(
         self, address: WorkerAddress, connection: Connection, description: Description, path: Measured
@@ -93,7 +93,7 @@ class PrefillPeer:
         if not self._connection.is_open:
             return
         if time.monotonic() - self._last_heard > silence_s:
-            logger.warning("prefill worker %s is silent: its link is dropped", self.address.worker_id)
+            logger.warning("worker %s is silent: its link is dropped", self.address.worker_id)
             self._connection.abort()
             return
         self._connection.post(Renew(request_ids=tuple(self._inboxes)))
@@ -110,7 +110,7 @@ class PrefillPeer:
                 if isinstance(answer, Renewed):
                     continue
                 if not isinstance(answer, TicketPart | Confirmed | Failed):
-                    raise ProtocolError(f"a prefill worker does not say {type(answer).__name__}")
+                    raise ProtocolError(f"a peer does not say {type(answer).__name__}")
                 request_id = answer.ticket.request_id if isinstance(answer, TicketPart) else answer.request_id
                 if inbox := self._inboxes.get(request_id):
                     inbox.put_nowait(answer)
@@ -120,8 +120,8 @@ class PrefillPeer:
                 inbox.put_nowait(WorkerUnavailable(f"worker {self.address.worker_id} is lost: {error}"))
 
 
-class PrefillPeers:
-    """All links of one decode worker. A pair is made once, however many requests ask for it at the same time."""
+class Peers:
+    """All links of one worker. A pair is made once, however many requests ask for it at the same time."""
 
     def __init__(
         self,
@@ -139,8 +139,9 @@ class PrefillPeers:
         self._key = key
         self._name = name
         self._heartbeat_s = heartbeat_s
-        self._peers: dict[str, PrefillPeer] = {}
+        self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._pairing: set[asyncio.Task[Peer]] = set()
         self._probe_lock = asyncio.Lock()  # the probe blocks of our own pool are the destination of every probe
 
     async def run(self) -> None:
@@ -150,7 +151,7 @@ class PrefillPeers:
             for peer in list(self._peers.values()):
                 peer.beat(silence_s=MAX_MISSED_BEATS * self._heartbeat_s)
 
-    async def get(self, address: WorkerAddress) -> PrefillPeer:
+    async def get(self, address: WorkerAddress) -> Peer:
         """The paired link to this incarnation. Raises `WorkerUnavailable`, `PairingError` or `ProtocolError`."""
         async with self._locks.setdefault(address.worker_id, asyncio.Lock()):
             known = self._peers.get(address.worker_id)
@@ -165,13 +166,38 @@ class PrefillPeers:
             self._peers[address.worker_id] = peer = await self._pair(address)
             return peer
 
+    async def get_within(self, address: WorkerAddress, timeout_s: float) -> Peer:
+        """As `get`, but whoever asks waits no longer than this (`WorkerUnavailable`). The pairing goes on, for the next
+        who asks."""
+        task = asyncio.create_task(self.get(address), name=f"pair with {address.worker_id}")
+        self._pairing.add(task)
+        task.add_done_callback(self._pairing_ended)
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            raise WorkerUnavailable(f"pairing with worker {address.worker_id} takes too long")
+        return task.result()
+
+    def path_to(self, address: WorkerAddress) -> Measured | None:
+        """What the probe found of the path to this worker; None when there is no link (yet)."""
+        peer = self._peers.get(address.worker_id)
+        return peer.path if peer is not None and peer.is_alive and peer.address == address else None
+
     async def close(self) -> None:
+        for task in list(self._pairing):
+            task.cancel()
+        if self._pairing:
+            await asyncio.wait(self._pairing)
         for peer in self._peers.values():
             await peer.close()
             await self._transfer.forget(peer.description.transfer)
         self._peers.clear()
 
-    async def _pair(self, address: WorkerAddress) -> PrefillPeer:
+    def _pairing_ended(self, task: asyncio.Task[Peer]) -> None:
+        self._pairing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.info("%s failed: %s", task.get_name(), error)
+
+    async def _pair(self, address: WorkerAddress) -> Peer:
         connection = await connect(address, key=self._key, peer=self._name)
         try:
             connection.send(Describe())
@@ -190,7 +216,7 @@ class PrefillPeers:
             connection.abort()
             raise
         logger.info("paired with %s over %s: %.2f GB/s", address.worker_id, path.transport, path.gigabytes_per_s)
-        return PrefillPeer(address, connection, description, path)
+        return Peer(address, connection, description, path)
 
     async def _probe(self, description: Description) -> Measured:
         """Pull the known pattern twice, check it, time the second (the first wires the transport up)."""

@@ -1,136 +1,106 @@
-"""The prefill worker's half of a handover: compute prompts, promise their blocks, keep the promise until it ends.
+"""The prefill worker's half of a handover: compute prompts, promise their blocks.
 
-    Prefill ──> sequence with `hold` ──each chunk──> TicketPart (blocks, generations, digests)
-                                     ──last chunk──> TicketPart with the first token
-    Confirm, Cancel, a lost connection, or the end of the lease ──> blocks become cached
+    Prefill ──> sequence with `hold` ─┬─ tiers or a peer hold more than the pool ─> filled ─┐
+                                      └──────────────────────────────────────────────────────┴─> computed
+        each chunk ──> TicketPart (blocks, generations, digests); the last one with the first token
 
-A promise belongs to the connection that asked for it; nobody else can renew, confirm or cancel it.
+Promises are kept, and ended, in promises.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tandem.workers.connection import Connection
 from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import ProtocolError, RequestError
+from tandem.workers.fill import Filler
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.metrics import WorkerMetrics
-from tandem.workers.protocol import (
-    AnyMessage,
-    Cancel,
-    Confirm,
-    Confirmed,
-    Describe,
-    Description,
-    Failed,
-    Prefill,
-    Renew,
-    Renewed,
-    TicketPart,
-)
+from tandem.workers.peers import Peers
+from tandem.workers.promises import Promise, Promises
+from tandem.workers.protocol import AnyMessage, Prefill
 from tandem.workers.sequence import Sequence
-from tandem.workers.transfer.base import Transfer
-from tandem.workers.types import Choice, KVTicket, Request, TicketBlock, TokenChunk, WorkerAddress
-
-logger = logging.getLogger(__name__)
-
-LEASE_CHECK_S = 1.0
+from tandem.workers.tasks import Tasks
+from tandem.workers.types import Choice, KVSource, Request, TokenChunk
 
 
 @dataclass(slots=True, eq=False)
-class Promise:
-    """What was promised for one request: the ticket's parts so far, and until when."""
+class Reading:
+    """A prompt that this worker was asked to read, until its promise has ended."""
 
-    request_id: str
-    connection: Connection
-    sequence: Sequence
-    lease_end: float
-    num_parts: int = 0
-    num_blocks: int = 0
-    generations: dict[int, int] = field(default_factory=dict)
-    """Block id -> generation, of all blocks in the ticket so far."""
+    salt: str
+    source: KVSource | None
+    fill: asyncio.Task[None] | None = None
 
 
 class PrefillWorker:
     """Answers decode workers. Runs on the worker's event loop, next to the engine that it feeds."""
 
     def __init__(
-        self, address: WorkerAddress, engine: Engine, kv_cache: KVCache, transfer: Transfer, metrics: WorkerMetrics
+        self,
+        engine: Engine,
+        kv_cache: KVCache,
+        promises: Promises,
+        filler: Filler,
+        peers: Peers,
+        metrics: WorkerMetrics,
     ) -> None:
-        self.address = address
         self.engine = engine
         self.kv_cache = kv_cache
-        self.transfer = transfer
+        self.promises = promises
+        self.filler = filler
+        self.peers = peers
         self.metrics = metrics
-        self.lease_s = engine.config.lease_s
-        self._promises: dict[str, Promise] = {}
+        self._readings: dict[Sequence, Reading] = {}
+        self._tasks = Tasks()
+        promises.on_ended = self._ended
+        filler.source_of = self._source_of
 
     async def run(self) -> None:
-        """End leases that nobody renews. The backstop: in the normal course of things a message does it."""
-        while True:
-            await asyncio.sleep(min(LEASE_CHECK_S, self.lease_s / 4))
-            now = time.monotonic()
-            for promise in [promise for promise in self._promises.values() if promise.lease_end < now]:
-                logger.warning("the lease of request %s ended without a word", promise.request_id)
-                self.metrics.count("leases_expired_total")
-                self._end(promise)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.promises.run())
+            group.create_task(self.peers.run())
 
     def handle(self, connection: Connection, message: AnyMessage) -> None:
-        match message:
-            case Describe():
-                connection.post(self._description())
-            case Prefill():
-                self._begin(connection, message)
-            case Renew():
-                for request_id in message.request_ids:
-                    if promise := self._promise(connection, request_id):
-                        promise.lease_end = time.monotonic() + self.lease_s
-                connection.post(Renewed())
-            case Confirm():
-                connection.post(self._confirm(connection, message))
-            case Cancel():
-                if promise := self._promise(connection, message.request_id):
-                    self._end(promise)
-            case _:
-                raise ProtocolError(f"a prefill worker does not take {type(message).__name__}")
+        if isinstance(message, Prefill):
+            self._begin(connection, message)
+        elif not self.promises.try_handle(connection, message):
+            raise ProtocolError(f"a prefill worker does not take {type(message).__name__}")
 
     async def close(self) -> None:
-        for promise in list(self._promises.values()):
-            self._end(promise)
+        await self.promises.close()
+        await self._tasks.wait()
+        await self.peers.close()
+        await self.filler.close()
 
     def connection_lost(self, connection: Connection) -> None:
-        for promise in [promise for promise in self._promises.values() if promise.connection is connection]:
-            self._end(promise)
+        self.promises.connection_lost(connection)
 
     def on_outputs(self, outputs: list[StepOutput]) -> None:
         """A step ended: publish the blocks that it completed."""
         for output in outputs:
-            promise = self._promises.get(output.sequence.request_id)
-            if promise is None or promise.sequence is not output.sequence:
+            promise = self.promises.of(output.sequence)
+            if promise is None:
                 self.engine.release(output.sequence)
             elif output.error is not None:
-                self._refuse(promise.connection, promise.request_id, output.error)
-                del self._promises[promise.request_id]
+                self.promises.break_off(promise, output.error)
             else:
                 self._publish(promise, output)
 
+    def on_incoming(self, sequence: Sequence) -> None:
+        """The engine admitted a sequence whose beginning may be brought from elsewhere."""
+        reading = self._readings[sequence]
+        reading.fill = self._tasks.spawn(self._fill(sequence, reading), f"fill {sequence.request_id}")
+        # However it ends, even before it began: a cancelled sequence's blocks are given back when nobody writes them.
+        reading.fill.add_done_callback(lambda _: self.engine.release_incoming(sequence))
+
     # Inside
 
-    def _description(self) -> Description:
-        return Description(
-            identity=self.engine.identity,
-            transfer_name=self.transfer.name,
-            transfer=self.transfer.describe(),
-            probe_block=self.kv_cache.num_blocks,
-        )
-
-    def _promise(self, connection: Connection, request_id: str) -> Promise | None:
-        promise = self._promises.get(request_id)
-        return promise if promise is not None and promise.connection is connection else None
+    def _source_of(self, sequence: Sequence) -> KVSource | None:
+        reading = self._readings.get(sequence)
+        return None if reading is None else reading.source
 
     def _begin(self, connection: Connection, message: Prefill) -> None:
         prompt, emitted = message.token_ids[: message.num_prompt_tokens], message.token_ids[message.num_prompt_tokens :]
@@ -142,65 +112,36 @@ class PrefillWorker:
             salt=message.salt,
             retention=message.retention,
         )
+        num_source_blocks = 0 if message.source is None else message.source.num_blocks
         try:
-            (sequence,) = self.engine.add(request, hold=True)
+            (sequence,) = self.engine.add(request, hold=True, num_source_blocks=num_source_blocks)
         except RequestError as error:
-            self._refuse(connection, message.request_id, str(error))
+            self.promises.refuse(connection, message.request_id, str(error))
             return
-        lease_end = time.monotonic() + self.lease_s
-        self._promises[message.request_id] = Promise(message.request_id, connection, sequence, lease_end)
+        self._readings[sequence] = Reading(message.salt, message.source)
+        self.promises.begin(connection, sequence)
+
+    async def _fill(self, sequence: Sequence, reading: Reading) -> None:
+        if await self.filler.fill(sequence, reading.salt):
+            self.engine.handover_abandoned(sequence, sequence.num_computed)
+
+    def _ended(self, sequence: Sequence, is_incoming: bool) -> None:
+        reading = self._readings.pop(sequence, None)  # none: somebody fetched what was cached
+        if is_incoming:
+            assert reading is not None, "an INCOMING sequence that nobody reads"
+            assert reading.fill is not None, "an INCOMING sequence that nobody fills"
+            reading.fill.cancel()
 
     def _publish(self, promise: Promise, output: StepOutput) -> None:
         sequence, block_size = promise.sequence, self.engine.config.block_size
         is_last = output.token is not None
         # The last block of the prompt may be partly filled: it is complete when the prompt is.
-        num_complete = len(sequence.block_ids) if is_last else output.num_computed // block_size
-        blocks = tuple(
-            TicketBlock(
-                index=index,
-                block_id=block_id,
-                generation=self.engine.pool.generation(block_id),
-                digest=self.kv_cache.digest(block_id),
-            )
-            for index, block_id in enumerate(sequence.block_ids[promise.num_blocks : num_complete], promise.num_blocks)
-        )
-        promise.generations |= {block.block_id: block.generation for block in blocks}
-        ticket = KVTicket(
-            request_id=promise.request_id,
-            worker_id=self.address.worker_id,
-            epoch=self.address.epoch,
-            part=promise.num_parts,
-            blocks=blocks,
-            lease_s=self.lease_s,
-            cached=sequence.cached,
-            last=is_last,
-            first_token=_first_token(promise, output) if is_last else None,
-        )
-        promise.num_parts += 1
-        promise.num_blocks = num_complete
+        end = len(sequence.block_ids) if is_last else output.num_computed // block_size
+        digests = [self.kv_cache.digest(block_id) for block_id in sequence.block_ids[promise.num_blocks : end]]
+        first_token = _first_token(promise, output) if is_last else None
         if is_last:
             self.metrics.observe("queue_seconds", (sequence.admitted_at or sequence.queued_at) - sequence.queued_at)
-        promise.connection.post(TicketPart(ticket=ticket))
-
-    def _confirm(self, connection: Connection, message: Confirm) -> Confirmed:
-        promise = self._promise(connection, message.request_id)
-        if promise is None or promise.lease_end < time.monotonic():
-            return Confirmed(request_id=message.request_id, broken="lease")
-        are_current = all(
-            promise.generations.get(block_id) == generation == self.engine.pool.generation(block_id)
-            for block_id, generation in message.blocks
-        )
-        self._end(promise)
-        return Confirmed(request_id=message.request_id, broken=None if are_current else "generation")
-
-    def _end(self, promise: Promise) -> None:
-        """The one place where a promise ends: its blocks become cached, or its computation stops."""
-        if self._promises.get(promise.request_id) is promise:
-            del self._promises[promise.request_id]
-        self.engine.cancel(promise.sequence.request_id)
-
-    def _refuse(self, connection: Connection, request_id: str, reason: str) -> None:
-        connection.post(Failed(request_id=request_id, message=reason, retryable=True))
+        self.promises.publish(promise, end, digests, is_last=is_last, first_token=first_token, cached=sequence.cached)
 
 
 def _first_token(promise: Promise, output: StepOutput) -> TokenChunk:

@@ -19,10 +19,10 @@ on a gateway's connection to a prefill worker:
     gateway -> Ping
     worker  -> Pong
 
-and on a decode worker's connection to a prefill worker (one connection carries many requests):
+and on a worker's connection to another one (one connection carries many requests; the second answers):
 
-    decode  -> Describe, Prefill, Renew, Confirm, Cancel
-    prefill -> Description, TicketPart, Renewed, Confirmed, Failed
+    reader -> Describe, Fetch, Prefill, Renew, Confirm, Cancel         Prefill: to prefill workers only
+    owner  -> Description, TicketPart, Renewed, Confirmed, Failed
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Pong(Message, frozen=True, kw_only=True):
     snapshot: WorkerSnapshot
 
 
-# Decode -> prefill
+# Worker -> another worker, whose KV it reads
 
 
 class Describe(Message, frozen=True, kw_only=True):
@@ -196,6 +196,18 @@ class Prefill(Message, frozen=True, kw_only=True):
     source: KVSource | None = None
 
 
+class Fetch(Message, frozen=True, kw_only=True):
+    """Which blocks of this prompt are cached with you, from `first_block` on? Keep them for me until I confirm. The
+    answer is a ticket without a first token, which may list fewer blocks than asked for, or none."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The tokens of all `first_block + max_blocks` blocks: compared, so that nobody gets the KV of others."""
+    salt: str
+    first_block: int
+    max_blocks: int
+
+
 class Renew(Message, frozen=True, kw_only=True):
     """Extend the leases of these requests by their full length from now. Sent every second: it is also the heartbeat of
     the link, and always answered."""
@@ -211,7 +223,7 @@ class Confirm(Message, frozen=True, kw_only=True):
     """(block id, generation) as in the ticket."""
 
 
-# Prefill -> decode
+# Its answers
 
 
 class Description(Message, frozen=True, kw_only=True):
@@ -242,7 +254,7 @@ AnyMessage = (
     Challenge | Hello | Welcome
     | Submit | Cancel | FinishChoice | UsePrefill | Pair | Ping
     | Started | Tokens | Failed | NeedPrefill | Paired | Pong
-    | Describe | Prefill | Renew | Confirm
+    | Describe | Fetch | Prefill | Renew | Confirm
     | Description | TicketPart | Renewed | Confirmed
 )  # fmt: skip
 

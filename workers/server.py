@@ -14,21 +14,26 @@ from typing import Protocol
 
 import torch
 
+from tandem.workers.attempt import Reader
 from tandem.workers.backend import create_ops
 from tandem.workers.config import WorkerConfig
 from tandem.workers.connection import Connection, accept
 from tandem.workers.decode import DecodeWorker
 from tandem.workers.engine import Engine, StepOutput, StepTimes
 from tandem.workers.errors import ProtocolError, UserError, WorkerUnavailable
+from tandem.workers.fill import Filler
 from tandem.workers.kv_cache import LAYOUT_VERSION, KVCache, num_blocks_for
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.checkpoint import check_model, load_weights, revision_of
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.peers import PrefillPeers, write_probe_pattern
+from tandem.workers.offload.create import create_tiers
+from tandem.workers.peers import Peers, write_probe_pattern
 from tandem.workers.prefill import PrefillWorker
 from tandem.workers.prefix_cache import CacheEvent
+from tandem.workers.promises import Promises
 from tandem.workers.protocol import PROTOCOL_VERSION, AnyMessage, Ping, Pong
+from tandem.workers.sequence import Sequence
 from tandem.workers.speeds import SpeedMeter
 from tandem.workers.transfer.backends import create_transfer
 from tandem.workers.transfer.base import KVPoolMemory, Transfer
@@ -48,6 +53,7 @@ class RoleWorker(Protocol):
     def handle(self, connection: Connection, message: AnyMessage) -> None: ...
     def connection_lost(self, connection: Connection) -> None: ...
     def on_outputs(self, outputs: list[StepOutput]) -> None: ...
+    def on_incoming(self, sequence: Sequence) -> None: ...
     async def run(self) -> None: ...
     async def close(self) -> None: ...
 
@@ -97,8 +103,12 @@ class WorkerServer:
         self.address = WorkerAddress(
             worker_id=config.worker_id, epoch=config.epoch, role=config.role, host=config.host, port=port
         )
+        self.tiers = create_tiers(config, self.identity, kv_cache, self.metrics)
         self.role = self._create_role(kv_cache)
+        if self.tiers is not None:
+            await self.tiers.start()
         self.engine.on_outputs = self.role.on_outputs
+        self.engine.on_incoming = self.role.on_incoming
         self._tasks = [
             asyncio.create_task(self.engine.run(), name="engine"),
             asyncio.create_task(self.role.run(), name="role"),
@@ -117,6 +127,8 @@ class WorkerServer:
         engine_task, role_task = self._tasks
         role_task.cancel()
         await asyncio.wait([engine_task, role_task])
+        if self.tiers is not None:
+            await self.tiers.close()
         await self.transfer.close()
 
     async def run_until_failure(self) -> None:
@@ -161,9 +173,8 @@ class WorkerServer:
         )
         if self._wrap_transfer is not None:
             self.transfer = self._wrap_transfer(self.transfer, pool)
-        if config.role == "prefill":
-            return PrefillWorker(self.address, self.engine, kv_cache, self.transfer, self.metrics)
-        peers = PrefillPeers(
+        tiers, metrics, engine = self.tiers, self.metrics, self.engine
+        peers = Peers(
             self.identity,
             kv_cache,
             self.transfer,
@@ -171,9 +182,13 @@ class WorkerServer:
             name=config.worker_id,
             heartbeat_s=config.heartbeat_s,
         )
-        role = DecodeWorker(self.address, self.engine, kv_cache, self.transfer, peers, self.metrics)
-        self.engine.on_incoming = role.on_incoming
-        return role
+        before_write = _nothing_waits if tiers is None else tiers.before_write
+        reader = Reader(kv_cache, self.transfer, metrics, before_write)
+        filler = Filler(self.address, engine, reader, peers, tiers, self._speed_meter.speeds)
+        promises = Promises(self.address, engine, kv_cache, self.transfer, metrics)
+        if config.role == "prefill":
+            return PrefillWorker(engine, kv_cache, promises, filler, peers, metrics)
+        return DecodeWorker(self.address, engine, promises, filler, peers, metrics)
 
     async def _listen(self) -> asyncio.Server:
         try:
@@ -210,6 +225,10 @@ class WorkerServer:
             num_prefill_tokens=times.num_tokens - times.num_decodes,
             num_attended=times.num_attended,
         )
+
+
+def _nothing_waits(block_ids: list[int]) -> None:
+    """There are no tiers: blocks may be overwritten at once."""
 
 
 def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[ModelConfig, KVCache, ModelRunner]:

@@ -29,7 +29,7 @@ def create_tiers(
     disk = _create_disk(config, identity, memory.block_bytes, metrics)
     if num_host == 0 and disk is None:
         return None
-    return Tiers(memory, HostTier(num_host, NUM_SPARE_BLOCKS, memory.block_bytes), disk, metrics)
+    return Tiers(memory, config.block_size, HostTier(num_host, NUM_SPARE_BLOCKS, memory.block_bytes), disk, metrics)
 
 
 def _create_disk(

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tandem.workers.batch import Batch
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.offload.disk import DiskTier
 from tandem.workers.offload.host import HostEntry, HostTier
@@ -59,8 +60,11 @@ class Wanted:
 class Tiers:
     """What `Scheduler.tiers` and `PrefixCache.on_evict` ask and tell, and `restore`. `disk` is opened by `start`."""
 
-    def __init__(self, memory: PoolMemory, host: HostTier, disk: DiskTier | None, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, memory: PoolMemory, block_size: int, host: HostTier, disk: DiskTier | None, metrics: WorkerMetrics
+    ) -> None:
         self._memory = memory
+        self._block_size = block_size
         self._host = host
         self._disk = disk
         self._metrics = metrics
@@ -143,6 +147,15 @@ class Tiers:
             if record is not None and (slot := self._take_slot()) is not None:
                 self._memory.copy_out(block_id, self._host.slot_bytes(slot))
                 self._put(record, slot)
+
+    def before_step(self, batch: Batch) -> None:
+        """What this batch overwrites: the blocks of the tokens that it computes, and those that it copies into."""
+        if self._waiting:
+            size = self._block_size
+            for item in batch.items:
+                end = item.start + len(item.token_ids)
+                self.before_write(item.block_ids[item.start // size : -(-end // size)])
+            self.before_write(copy.destination for copy in batch.copies)
 
     async def _save_waiting(self) -> None:
         """In the thread, a few at a time, until none waits."""

@@ -96,7 +96,7 @@ async def make_stage(disk_path: Path) -> Any:
         if disk:
             opened = open_file or (lambda: DiskFile(disk_path, disk, BLOCK_BYTES, BLOCK_SIZE, NAMESPACE))
             tier = DiskTier(opened, disk, BLOCK_BYTES, lambda event: metrics.count("disk", event=event))
-        tiers = Tiers(memory, HostTier(host, spare, BLOCK_BYTES), tier, metrics)
+        tiers = Tiers(memory, BLOCK_SIZE, HostTier(host, spare, BLOCK_BYTES), tier, metrics)
         await tiers.start()
         stages.append(Stage(memory, tiers, metrics, tier))
         return stages[-1]
