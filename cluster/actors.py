@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -54,8 +55,9 @@ def worker_environment(num_threads: int) -> dict[str, str]:
 class WorkerActor:
     """One worker in a process of its own."""
 
-    def __init__(self, config: WorkerConfig, index: IndexSettings | None) -> None:
+    def __init__(self, config: WorkerConfig, index: IndexSettings | None, node: NodeSettings | None = None) -> None:
         self._config = config
+        self._node = node
         self._index = index
         self._phase = "importing"
         self._publisher: IndexPublisher | None = None
@@ -78,6 +80,8 @@ class WorkerActor:
 
     async def _start(self) -> WorkerAddress:
         server_class = await asyncio.to_thread(_import_server)  # torch takes seconds; `phase` is answered meanwhile
+        if self._node is not None:
+            self._config = await asyncio.to_thread(_at_home, self._config, self._node, self._set_phase)
         on_cache_event = None
         if self._index is not None:
             self._publisher = self._create_publisher(self._index)
@@ -123,6 +127,21 @@ class WorkerActor:
         if self._publisher is not None:
             await self._publisher.stop()
         self._stopped.set()
+
+
+def _at_home(config: WorkerConfig, node: NodeSettings, on_phase: Callable[[str], None]) -> WorkerConfig:
+    """The configuration with what only this machine knows: its address, and where it keeps the model."""
+    import ray
+
+    from tandem.cluster.model_source import resolve_model
+    from tandem.cluster.network import local_address
+
+    host = cast(Any, ray.util).get_node_ip_address() if node.network is None else local_address(node.network)
+    folder = config.model_path
+    if not folder.exists():
+        on_phase("looking for the model")
+        folder = resolve_model(node.model, dtype=config.dtype, device=config.device).folder
+    return msgspec.structs.replace(config, host=host, model_path=folder)
 
 
 def _import_server() -> type[WorkerServer]:

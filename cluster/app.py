@@ -13,32 +13,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from socket import socket
 
 import msgspec
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from tandem.cluster.actors import IndexSettings
 from tandem.cluster.config import ClusterConfig, ResolvedConfig, gateway_config, resolve, resolve_device, worker_configs
 from tandem.cluster.guard import guarded
+from tandem.cluster.http_server import StopSignals, running_server
+from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
 from tandem.cluster.model_cache import CACHE_VARIABLE
 from tandem.cluster.model_source import ResolvedModel, resolve_model
+from tandem.cluster.placement import placement_of
 from tandem.cluster.pools import Supervisor
 from tandem.cluster.progress import StartProgress
-from tandem.cluster.ray_runtime import prepare_environment, start_ray, stop_ray
+from tandem.cluster.ray_runtime import join_ray, prepare_environment, prepare_to_join, start_ray, stop_ray
 from tandem.cluster.redis_server import EmbeddedRedis
 from tandem.router.gateway import Gateway
 from tandem.workers.errors import WorkerUnavailable
@@ -46,7 +46,6 @@ from tandem.workers.types import WorkerAddress
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 5.0
 READY_TIMEOUT_S = 120.0
 QUICK_CHECK_S = 1.0
 """Most models that cannot be served are found out within this time, and then Ray is not even started."""
@@ -56,18 +55,21 @@ MAX_FOLDER_LEN = 30
 
 def run(config: ClusterConfig, progress: StartProgress) -> None:
     """Serve until a signal comes. Raises `TandemError` when the cluster cannot be started."""
-    prepare_environment()
+    if config.address is None:
+        prepare_environment()
+    else:
+        prepare_to_join()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, progress))
 
 
 async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
-    signals = _StopSignals()
+    signals = StopSignals()
     async with AsyncExitStack() as stack:
         signals.install()
         stack.callback(signals.remove)
         public = stack.enter_context(bind(config.host, config.port, flag="--port"))
-        admin = stack.enter_context(bind("127.0.0.1", config.admin_port, flag="--admin-port"))
+        admin = stack.enter_context(bind(config.admin_host, config.admin_port, flag="--admin-port"))
         cluster = _Cluster(config, progress, stack, signals)
         stopping = asyncio.create_task(signals.stop.wait())
         with progress.showing():
@@ -82,7 +84,7 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
         sys.stdout.flush()
         await stopping
         sys.stderr.write("stopping: running requests have a few seconds; again to stop at once\n")
-        await started.gateway.stop(drain_s=DRAIN_S)
+        await started.gateway.stop(drain_s=config.drain_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,13 @@ class _Cluster:
     """The start, in the order of the picture above. Everything started is on `stack`."""
 
     def __init__(
-        self, config: ClusterConfig, progress: StartProgress, stack: AsyncExitStack, signals: _StopSignals
+        self, config: ClusterConfig, progress: StartProgress, stack: AsyncExitStack, signals: StopSignals
     ) -> None:
         self._config = config
         self._progress = progress
         self._stack = stack
         self._signals = signals
-        self._cluster_key = secrets.token_bytes(32)
-        self._namespace = secrets.token_hex(8)
+        self._key = ClusterKey.of(config.cluster_key)
         self._is_starting = True
 
     async def start(self, public: socket, admin: socket) -> _Started:
@@ -111,7 +112,9 @@ class _Cluster:
         self._stack.enter_context(guarded(folder))
         finding = asyncio.create_task(self._find_model())
         self._stack.callback(finding.cancel)
-        redis_url = config.redis_url or await self._start_redis(folder)
+        redis_url = config.redis_url
+        if redis_url is None and config.address is None:
+            redis_url = await self._start_redis(folder)
         await asyncio.wait({finding}, timeout=QUICK_CHECK_S)
         if finding.done():
             resolve(config, finding.result())
@@ -131,7 +134,7 @@ class _Cluster:
             resolve_model,
             self._config.model,
             dtype=self._config.dtype,
-            device=resolve_device(self._config.device),
+            device=resolve_device(self._config.device, is_elsewhere=self._config.address is not None),
             progress=on_progress,
         )
         self._progress.done("model", f"{model.name}, {model.dtype}")
@@ -146,33 +149,43 @@ class _Cluster:
         return redis.url
 
     async def _start_ray(self, folder: Path) -> None:
-        self._progress.phase("ray", "starting")
-        num_workers = sum(self._config.num_workers)
-        num_gpus = num_workers if resolve_device(self._config.device) == "cuda" else 0
-        # every worker has at least one thread, also where there are fewer cores than workers
-        num_cpus = max(num_workers, os.cpu_count() or 1)
-        await self._stack.enter_async_context(_running_ray(folder, num_cpus=num_cpus, num_gpus=num_gpus))
+        address = self._config.address
+        self._progress.phase("ray", "starting" if address is None else f"joining {address}")
+        if address is None:
+            num_workers = sum(self._config.num_workers)
+            num_gpus = num_workers if resolve_device(self._config.device) == "cuda" else 0
+            # every worker has at least one thread, also where there are fewer cores than workers
+            num_cpus = max(num_workers, os.cpu_count() or 1)
+            begin = partial(start_ray, folder, num_cpus=num_cpus, num_gpus=num_gpus)
+        else:
+            begin = partial(join_ray, address)
+        await self._stack.enter_async_context(_running_ray(begin))
         self._signals.install()  # Ray's handler of SIGTERM prints a C++ stack trace
         self._progress.done("ray")
 
-    async def _start_gateway(self, resolved: ResolvedConfig, redis_url: str, public: socket, admin: socket) -> Gateway:
+    async def _start_gateway(
+        self, resolved: ResolvedConfig, redis_url: str | None, public: socket, admin: socket
+    ) -> Gateway:
         self._progress.phase("gateway", "loading the tokenizer")
-        gateway = Gateway(gateway_config(resolved, self._cluster_key, redis_url=redis_url, namespace=self._namespace))
+        gateway = Gateway(
+            gateway_config(resolved, self._key.secret, redis_url=redis_url, namespace=self._key.namespace)
+        )
         self._stack.push_async_callback(gateway.stop)
-        await self._stack.enter_async_context(_running_server(gateway.app, public))
-        await self._stack.enter_async_context(_running_server(gateway.admin_app, admin))
+        await self._stack.enter_async_context(running_server(gateway.app, public))
+        await self._stack.enter_async_context(running_server(gateway.admin_app, admin))
         await gateway.start()
         return gateway
 
-    async def _start_workers(self, resolved: ResolvedConfig, redis_url: str, gateway: Gateway) -> None:
+    async def _start_workers(self, resolved: ResolvedConfig, redis_url: str | None, gateway: Gateway) -> None:
         def on_up(address: WorkerAddress) -> None:
             if self._is_starting:
                 self._progress.done(address.worker_id)
             gateway.workers.add(address)
 
         supervisor = Supervisor(
-            worker_configs(resolved, self._cluster_key),
-            IndexSettings(redis_url=redis_url, namespace=self._namespace),
+            worker_configs(resolved, self._key.secret, epoch=self._key.first_epoch),
+            None if redis_url is None else IndexSettings(redis_url=redis_url, namespace=self._key.namespace),
+            placement_of(resolved.cluster),
             on_up=on_up,
             on_down=gateway.workers.remove,
             on_phase=self._on_phase,
@@ -197,28 +210,6 @@ class _Cluster:
 # Parts with a beginning and an end
 
 
-class _StopSignals:
-    """SIGINT or SIGTERM sets `stop`; a second one ends us, and everything below us, at once."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def install(self) -> None:
-        """May be called again, when somebody else has put handlers of his own in their place."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._on_signal)
-
-    def remove(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        if self.stop.is_set():
-            os._exit(130)  # the guard ends the rest
-        self.stop.set()
-
-
 @contextmanager
 def _run_folder() -> Iterator[Path]:
     """A folder for sockets and logs, which only this user may enter; also the current folder while it lasts.
@@ -238,11 +229,11 @@ def _run_folder() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def _running_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> AsyncIterator[None]:
+async def _running_ray(begin: Callable[[], None]) -> AsyncIterator[None]:
     # One thread that lasts: Ray's processes are killed by the system when the thread that started them ends.
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
     loop = asyncio.get_running_loop()
-    starting = loop.run_in_executor(executor, lambda: start_ray(folder, num_cpus=num_cpus, num_gpus=num_gpus))
+    starting = loop.run_in_executor(executor, begin)
     try:
         await asyncio.shield(starting)
         yield
@@ -250,36 +241,6 @@ async def _running_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> AsyncIt
         await asyncio.wait({starting})  # a start cannot be interrupted, only undone
         await loop.run_in_executor(executor, stop_ray)
         executor.shutdown()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: ours decide."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@asynccontextmanager
-async def _running_server(app: ASGIApp, listener: socket) -> AsyncIterator[None]:
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await serving
 
 
 def _with_absolute_paths(config: ClusterConfig) -> ClusterConfig:

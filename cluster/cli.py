@@ -4,7 +4,6 @@ a second, although torch and Ray are seconds away.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from importlib.metadata import version
@@ -226,9 +225,10 @@ def serve(
     cluster_config = load_config(given_flags(context), config, os.environ)
     # here: a mistake in a flag should not wait for the imports
     from tandem.cluster.app import run
+    from tandem.cluster.logs import configure_logging
     from tandem.cluster.progress import create_progress
 
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logging(cluster_config.log_format)
     run(cluster_config, create_progress(sys.stderr))
 
 

@@ -14,6 +14,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     app.command(context_settings=PASS_ON)(config)
+    app.command(context_settings=PASS_ON)(gateway)
 
 
 def config(
@@ -42,6 +43,26 @@ def config(
             typer.echo(f"{name:<{width}}  {value:<{value_width}}  {source}")
     else:
         typer.echo("the configuration is valid")
+
+
+def gateway(
+    context: typer.Context,
+    cluster_url: Annotated[
+        str, typer.Option(envvar="TANDEM_CLUSTER_URL", help="The admin port of tandem serve.")
+    ] = "http://127.0.0.1:8001",
+) -> None:
+    """Serve the API of a running cluster from one more process, on this machine or another.
+
+    Takes the arguments of serve; those about workers have no meaning here. --cluster-key must be the launcher's.
+
+    tandem gateway MODEL --cluster-url http://head:8001 --host 0.0.0.0
+    """
+    cluster_config, _ = serve_settings(context.args)
+    from tandem.cluster.gateway_app import run_gateway
+    from tandem.cluster.logs import configure_logging
+
+    configure_logging(cluster_config.log_format)
+    run_gateway(cluster_config, cluster_url)
 
 
 def serve_settings(arguments: list[str]) -> tuple[Any, Any]:

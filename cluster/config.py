@@ -191,9 +191,14 @@ def load_settings(
         raise UserError(f"{file}: {error}" if file else str(error)) from error
 
 
-def resolve_device(choice: DeviceChoice) -> Device:
-    """CUDA, if the machine has such a device. Looks for the device's file: asking torch takes seconds."""
+def resolve_device(choice: DeviceChoice, *, is_elsewhere: bool = False) -> Device:
+    """CUDA, if the machine has such a device. Looks for the device's file: asking torch takes seconds.
+
+    `is_elsewhere`: the workers run on other machines, and a choice of CUDA is taken on trust.
+    """
     has_cuda = any(Path(file).exists() for file in CUDA_DEVICE_FILES)
+    if choice == "cuda" and is_elsewhere:
+        return "cuda"
     if choice == "cuda" and not has_cuda:
         raise UserError("--device cuda: this machine has no CUDA device")
     return "cuda" if has_cuda and choice != "cpu" else "cpu"
@@ -212,8 +217,8 @@ def resolve(
     cores = _num_cores() if num_cores is None else num_cores
     auto_bytes = min(int(machine_bytes * KV_MEMORY_SHARE / total_workers), KV_MEMORY_CAP_BYTES)
     kv_bytes = auto_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
-    device = resolve_device(config.device)
-    if device == "cpu" and kv_bytes * total_workers > machine_bytes:
+    device = resolve_device(config.device, is_elsewhere=config.address is not None)
+    if device == "cpu" and config.address is None and kv_bytes * total_workers > machine_bytes:
         raise UserError(
             f"--kv-cache-memory-bytes {kv_bytes} for {total_workers} workers exceeds this machine's memory of "
             f"{machine_bytes} bytes"
@@ -258,8 +263,8 @@ def _num_cores() -> int:
     return len(psutil.Process().cpu_affinity() or ()) or 1
 
 
-def worker_configs(resolved: ResolvedConfig, cluster_key: bytes) -> list[WorkerConfig]:
-    """One per worker, in the order prefill, decode, aggregated; all of epoch 0."""
+def worker_configs(resolved: ResolvedConfig, cluster_key: bytes, *, epoch: int = 0) -> list[WorkerConfig]:
+    """One per worker, in the order prefill, decode, aggregated; all of this epoch."""
     roles: tuple[Role, ...] = ("prefill", "decode", "aggregated")
     names = [
         (role, f"{role}-{number}")
@@ -269,13 +274,13 @@ def worker_configs(resolved: ResolvedConfig, cluster_key: bytes) -> list[WorkerC
     ports = port_range(resolved.cluster.worker_ports, "--worker-ports")
     return [
         # a port of its own for each, also where several share a machine; 0 is any
-        _worker_config(resolved, cluster_key, role, name, port=ports[index] if ports.start else 0)
+        _worker_config(resolved, cluster_key, role, name, epoch=epoch, port=ports[index] if ports.start else 0)
         for index, (role, name) in enumerate(names)
     ]
 
 
 def _worker_config(
-    resolved: ResolvedConfig, cluster_key: bytes, role: Role, worker_id: str, *, port: int
+    resolved: ResolvedConfig, cluster_key: bytes, role: Role, worker_id: str, *, epoch: int, port: int
 ) -> WorkerConfig:
     cluster = resolved.cluster
     return WorkerConfig(
@@ -283,6 +288,7 @@ def _worker_config(
         model_name=resolved.model_name,
         role=role,
         worker_id=worker_id,
+        epoch=epoch,
         host=cluster.worker_host or LOOPBACK,
         port=port,
         device=resolved.device,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from tandem.cluster.actors import IndexSettings, StartFailure, WorkerActor, worker_environment
+from tandem.cluster.placement import Placement, actor_options
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import TandemError, UserError, WorkerUnavailable
 from tandem.workers.types import Role, WorkerAddress
@@ -23,7 +24,6 @@ from tandem.workers.types import Role, WorkerAddress
 logger = logging.getLogger(__name__)
 
 POLL_PHASE_S = 0.2
-PLACE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 3.0
 FIRST_RESTART_S = 0.1
@@ -37,9 +37,12 @@ Result = TypeVar("Result")
 class WorkerSlot:
     """A place for one worker, and its present incarnation. `config.epoch` counts them."""
 
-    def __init__(self, config: WorkerConfig, index: IndexSettings | None, group: Any, bundle: int) -> None:
+    def __init__(
+        self, config: WorkerConfig, index: IndexSettings | None, placement: Placement, group: Any, bundle: int
+    ) -> None:
         self.config = config
         self._index = index
+        self._placement = placement
         self._group = group
         self._bundle = bundle
         self._actor: Any = None
@@ -98,14 +101,13 @@ class WorkerSlot:
         return (
             cast(Any, ray.remote(WorkerActor))
             .options(
-                num_cpus=self.config.num_threads,
-                num_gpus=1 if self.config.device == "cuda" else 0,
+                **actor_options(self._placement.bundle_of(self.config)),
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=place,
-                runtime_env={"env_vars": worker_environment(self.config.num_threads)},
+                runtime_env={"env_vars": worker_environment(self.config.num_threads) | self._placement.environment},
             )
-            .remote(self.config, self._index)
+            .remote(self.config, self._index, self._placement.node)
         )
 
     async def _poll_phase(self, on_phase: Callable[[str], None]) -> None:
@@ -137,6 +139,7 @@ class Supervisor:
         self,
         configs: Sequence[WorkerConfig],
         index: IndexSettings | None,
+        placement: Placement | None = None,
         *,
         on_up: Callable[[WorkerAddress], None],
         on_down: Callable[[str, int], None],
@@ -144,6 +147,7 @@ class Supervisor:
     ) -> None:
         self._configs = configs
         self._index = index
+        self._placement = placement or Placement()
         self._on_up = on_up
         self._on_down = on_down
         self._on_phase = on_phase
@@ -153,10 +157,12 @@ class Supervisor:
 
     async def start(self) -> None:
         """Place the pools and start every worker, all at once. Raises what the first failing worker raises."""
-        for role in ("prefill", "decode", "aggregated"):
-            configs = [config for config in self._configs if config.role == role]
-            if configs:
-                self._slots += await self._place(role, configs)
+        pools = [
+            self._place(role, [config for config in self._configs if config.role == role])
+            for role in dict.fromkeys(config.role for config in self._configs)
+        ]
+        # together: a cluster that scales itself must see all of what is wanted
+        self._slots += [slot for slots in await _all_or_first_error(pools) for slot in slots]
         await _all_or_first_error([self._start_slot(slot) for slot in self._slots])
         self._watches = [asyncio.create_task(self._keep_alive(slot)) for slot in self._slots]
 
@@ -172,15 +178,19 @@ class Supervisor:
         import ray
         from ray.exceptions import RayError
 
-        bundles = [_bundle(config) for config in configs]
-        group = ray.util.placement_group(bundles, strategy="PACK", name=role)
+        bundles = [self._placement.bundle_of(config) for config in configs]
+        for config in configs:
+            self._on_phase(config.worker_id, "waiting for a place")
+        group = ray.util.placement_group(bundles, strategy=self._placement.strategy, name=role)
         self._groups.append(group)
         try:
-            async with asyncio.timeout(PLACE_TIMEOUT_S):
+            async with asyncio.timeout(self._placement.timeout_s):
                 await group.ready()
         except (TimeoutError, RayError) as error:
             raise WorkerUnavailable(f"there is no room for {len(configs)} {role} workers with {bundles[0]}") from error
-        return [WorkerSlot(config, self._index, group, number) for number, config in enumerate(configs)]
+        return [
+            WorkerSlot(config, self._index, self._placement, group, number) for number, config in enumerate(configs)
+        ]
 
     def _remove_groups(self) -> None:
         import ray
@@ -208,6 +218,7 @@ class Supervisor:
 
     async def _restart(self, slot: WorkerSlot, pause_s: float) -> float:
         """Try until it works; returns the next pause."""
+        slot.kill()  # where the network failed, it may live on, and would keep the place
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_RESTART_S)
@@ -220,12 +231,6 @@ class Supervisor:
             else:
                 logger.warning("%s is back, epoch %d", slot.config.worker_id, slot.config.epoch)
                 return pause_s
-
-
-def _bundle(config: WorkerConfig) -> dict[str, float]:
-    """What one worker takes of a machine, in Ray's words."""
-    bundle: dict[str, float] = {"CPU": config.num_threads}
-    return bundle | {"GPU": 1} if config.device == "cuda" else bundle
 
 
 def _reason(error: Exception) -> str:

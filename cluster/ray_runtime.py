@@ -1,4 +1,5 @@
-"""A Ray of our own: local, on loopback only, with a token that nobody else has, gone when we are gone.
+"""A Ray of our own: local, on loopback only, with a token that nobody else has, gone when we are gone. Or one that runs
+already, on several machines, which we join and leave.
 
 Ray places and starts processes; no token, KV byte or heartbeat goes through it.
 """
@@ -9,6 +10,8 @@ import logging
 import os
 import secrets
 from pathlib import Path
+
+from tandem.workers.errors import UserError
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray refuses less than 75 MiB, and we store nothing in it."""
@@ -51,8 +54,37 @@ def start_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> None:
     )
 
 
+def prepare_to_join() -> None:
+    """The same for a Ray that runs already. Its mode and token are the user's: RAY_AUTH_MODE, RAY_AUTH_TOKEN."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONSAFEPATH="1")
+
+
+def join_ray(address: str) -> None:
+    """Become a driver of the Ray at `address` ("auto", or host:port of its head). Raises `UserError`.
+
+    There must be a node of it on this machine: a driver talks to the raylet beside it.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.init(
+            address=address,
+            namespace="tandem",
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"--address {address}: no Ray to join ({reason}); is `ray start` done on this machine, and are "
+            f"RAY_AUTH_MODE and RAY_AUTH_TOKEN those of its head?"
+        ) from error
+
+
 def stop_ray() -> None:
-    """Stop the Ray that `start_ray` started, and no other."""
+    """Stop the Ray that `start_ray` started, and no other; or leave the one that was joined."""
     import ray
 
     ray.shutdown()

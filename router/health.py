@@ -61,6 +61,7 @@ def describe_cluster(config: GatewayConfig, workers: WorkerSet, *, redis_up: boo
         "workers": [_describe(link) for link in workers.links()],
         "redis": {"up": redis_up},
         "model": config.model_name,
+        "max_model_len": config.max_model_len,
     }
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib
 import ipaddress
 import os
+from pathlib import Path
 from types import ModuleType
+
+import psutil
 
 from tandem.workers.errors import UserError
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 """The CUDA 12 and 13 wheels both serve host memory without CUDA. The plain name comes last: it imports torch."""
+
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def load_nixl(host: str) -> tuple[ModuleType, ModuleType]:
@@ -36,6 +42,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def interface_of(host: str) -> str | None:
+    """The name of the network interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == host for address in addresses):
+            return name
+    return None
+
+
 def allowed_transports() -> set[str] | None:
     """What the user allows UCX to use by UCX_TLS; None when that is everything, or a list of exclusions."""
     setting = os.environ.get("UCX_TLS", "all").strip().lower()
@@ -48,6 +62,11 @@ def _prepare_environment(host: str) -> None:
     if is_loopback(host):
         # Otherwise UCX listens on, and stripes over, every interface of the machine.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    elif not any(_RDMA_DEVICES.glob("*")):
+        # Only the interface that peers were told of: UCX takes another's address, and loopback's, for reachable.
+        interface = interface_of(host)
+        if interface is not None:
+            os.environ.setdefault("UCX_NET_DEVICES", interface)
     # NIXL's own logger announces every agent at INFO.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     allowed = allowed_transports()

@@ -1,0 +1,65 @@
+"""Around the applications of a process that serves HTTP: a server on a bound socket, and the signals that stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from socket import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+class StopSignals:
+    """SIGINT or SIGTERM sets `stop`; a second one ends us, and everything below us, at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def install(self) -> None:
+        """May be called again, when somebody else has put handlers of his own in their place."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal)
+
+    def remove(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self.stop.is_set():
+            os._exit(130)  # the guard ends the rest
+        self.stop.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: ours decide."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def running_server(app: ASGIApp, listener: socket) -> AsyncIterator[None]:
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
