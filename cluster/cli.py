@@ -96,9 +96,11 @@ TransferChoice = Literal["nixl", "nccl"]
 POOLS = "Workers"
 NETWORK = "Network"
 ENGINE = "Engine"
+ROUTER = "Router"
 CLUSTER = "Several machines"
 OPERATION = "Operation"
 RESOURCES: dict[str, Any] = {"show_default": "its threads, and a GPU with --device cuda", "rich_help_panel": CLUSTER}
+PolicyChoice = Literal["cost", "round-robin", "least-loaded", "prefix"]
 PlacementChoice = Literal["pack", "spread", "strict-pack", "strict-spread"]
 
 
@@ -165,6 +167,31 @@ def serve(
         ),
     ] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the workers.", rich_help_panel=ENGINE)] = 0,
+    router_policy: Annotated[
+        PolicyChoice,
+        typer.Option(
+            help="How workers are chosen: cost, by predicted times; others to compare.", rich_help_panel=ROUTER
+        ),
+    ] = "cost",
+    slo_ttft: Annotated[
+        float | None,
+        typer.Option(
+            help="Hold back, then refuse (429) what would wait longer for its first token. Seconds.",
+            show_default="no limit",
+            rich_help_panel=ROUTER,
+        ),
+    ] = None,
+    slo_itl: Annotated[
+        float | None,
+        typer.Option(
+            help="The same for the time between tokens, which prompts read by decode workers must not exceed either.",
+            show_default="no limit",
+            rich_help_panel=ROUTER,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(help="Requests held back at once, where there are such limits.", rich_help_panel=ROUTER)
+    ] = 256,
     address: Annotated[
         str | None,
         typer.Option(

@@ -21,6 +21,7 @@ from tandem.cluster.model_source import Device, DtypeChoice, ResolvedModel
 from tandem.cluster.network import LOOPBACK, check_worker_host, port_range
 from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.config import GatewayConfig
+from tandem.router.policy import PolicyName
 from tandem.workers.config import TransferName, WorkerConfig
 from tandem.workers.errors import UserError
 from tandem.workers.types import Role
@@ -65,6 +66,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tuning_deadline: float = 60.0
     api_key: tuple[str, ...] = ()
     seed: int = 0
+    router_policy: PolicyName = "cost"
+    slo_ttft: float | None = None
+    slo_itl: float | None = None
+    max_queue: int = 256
     address: str | None = None
     admin_host: str = "127.0.0.1"
     worker_host: str | None = None
@@ -111,6 +116,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
         if not all(self.api_key):  # the value itself is never repeated: it is a secret
             raise UserError("--api-key must not be empty")
+        for field in ("slo_ttft", "slo_itl"):
+            limit = getattr(self, field)
+            require(limit is None or 0 < limit < float("inf"), field, "must be a positive number of seconds")
+        require(self.max_queue >= 0, "max_queue", "must not be negative")
         self._require_network(require)
         self._require_workers()
 
@@ -323,4 +332,8 @@ def gateway_config(
         num_prefill=prefill,
         num_decode=decode,
         num_aggregated=aggregated,
+        router_policy=resolved.cluster.router_policy,
+        slo_ttft_s=resolved.cluster.slo_ttft,
+        slo_itl_s=resolved.cluster.slo_itl,
+        max_queue=resolved.cluster.max_queue,
     )

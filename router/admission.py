@@ -1,15 +1,27 @@
-"""How much is let into the house: a bound on sequences in flight, and the door that closes for a shutdown."""
+"""How much is let into the house: a bound on sequences in flight, the door that closes for a shutdown, and a queue for
+what would miss the configured limits now.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tandem.router.errors import ApiError, bad_request, shutting_down
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""Predictions also change without anything leaving us: other gateways' requests end, snapshots come."""
+LONGEST_WAIT_S = 10.0
+"""Where only the time between tokens is limited."""
+LONGEST_RETRY_S = 60
 
 
 class Admission:
@@ -65,3 +77,123 @@ class Admission:
             yield
         finally:
             self.num_in_flight -= num_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of a request that would be let in now, in seconds. `queue_s`: the part of `ttft_s` that waits for others."""
+
+    ttft_s: float
+    queue_s: float
+    itl_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    predict: Callable[[], Prediction]
+    book: Callable[[], None]
+    arrived: float
+    let_in: asyncio.Future[None]
+
+
+class Gate:
+    """Lets a request in when it is predicted to meet the limits; others wait in line, and are refused when it is too
+    late for them, or the line too long. What was let in is never refused later.
+
+    `clock` is the one that `arrived` was read from. A limit that is None is no limit.
+    """
+
+    def __init__(
+        self,
+        slo_ttft_s: float | None,
+        slo_itl_s: float | None,
+        max_queue: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._slo_ttft_s = slo_ttft_s
+        self._slo_itl_s = slo_itl_s
+        self._max_queue = max_queue
+        self._clock = clock
+        self._waiting: deque[_Waiting] = deque()
+        self._pump: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def has_limits(self) -> bool:
+        return self._slo_ttft_s is not None or self._slo_itl_s is not None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def notify(self) -> None:
+        """Something has ended: whoever is first in line may fit now."""
+        self._changed.set()
+
+    async def enter(self, predict: Callable[[], Prediction], book: Callable[[], None], arrived: float) -> None:
+        """Returns once `book` was called, which is done the moment that `predict` meets the limits, before anybody
+        else is looked at. Raises `ApiError` 429, and what the two raise."""
+        prediction = predict()
+        if not self._waiting and self._fits(prediction, arrived):
+            book()
+            return
+        left_s = self._latest_entry(prediction, arrived) - self._clock()
+        if left_s <= 0 or len(self._waiting) >= self._max_queue:
+            raise self._refusal(prediction)
+        waiting = _Waiting(predict, book, arrived, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._let_in(), name="gate")
+        try:
+            async with asyncio.timeout(left_s):
+                await waiting.let_in
+        except TimeoutError:
+            if not waiting.let_in.done() or waiting.let_in.cancelled():
+                raise self._refusal(predict()) from None
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            self.notify()
+
+    def _fits(self, prediction: Prediction, arrived: float) -> bool:
+        waited_s = self._clock() - arrived
+        if self._slo_ttft_s is not None and waited_s + prediction.ttft_s > self._slo_ttft_s:
+            return False
+        return self._slo_itl_s is None or prediction.itl_s <= self._slo_itl_s
+
+    def _latest_entry(self, prediction: Prediction, arrived: float) -> float:
+        """From then on it would be late even if nobody were before it."""
+        if self._slo_ttft_s is None:
+            return arrived + LONGEST_WAIT_S
+        return arrived + self._slo_ttft_s - (prediction.ttft_s - prediction.queue_s)
+
+    def _refusal(self, prediction: Prediction) -> ApiError:
+        """What waits ahead passes at a second per second: by so much the client is too early."""
+        excess_s = 0.0 if self._slo_ttft_s is None else prediction.ttft_s - self._slo_ttft_s
+        return ApiError(
+            429,
+            "The server is too busy to answer within its time limits. Please try again later.",
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            retry_after_s=min(LONGEST_RETRY_S, max(1, math.ceil(excess_s))),
+        )
+
+    async def _let_in(self) -> None:
+        """First come, first served, while somebody waits."""
+        while self._waiting:
+            first = self._waiting[0]
+            try:
+                if not first.let_in.done() and self._fits(first.predict(), first.arrived):
+                    first.book()
+                    first.let_in.set_result(None)
+            except ApiError as error:
+                first.let_in.set_exception(error)
+            if first.let_in.done():
+                self._waiting.popleft()
+                continue
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.router.policy import POLICIES, PolicyName
 from tandem.workers.errors import UserError
 
 
@@ -49,6 +50,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_missed_heartbeats: int = 3
     index_budget_s: float = 0.005
 
+    router_policy: PolicyName = "cost"
+    slo_ttft_s: float | None = None
+    """Requests whose first token is predicted to come later are held back, and refused when it is too late for them."""
+    slo_itl_s: float | None = None
+    """The same for the time between tokens; also the longest step that a decode worker's streams may be made to wait
+    for a prompt that it reads itself."""
+    max_queue: int = 256
+    """Requests that are held back at once, where there are such limits."""
+
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, rule: str) -> None:
             if not ok:
@@ -58,9 +68,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         require(self.max_model_len >= 2, "max_model_len", "must be at least 2")
         require(all(self.api_keys), "api_keys", "must not hold an empty key")
         require(self.local_prefill_tokens >= 0, "local_prefill_tokens", "must not be negative")
+        require(self.router_policy in POLICIES, "router_policy", f"must be one of {', '.join(POLICIES)}")
+        for field in ("slo_ttft_s", "slo_itl_s"):
+            require(getattr(self, field) is None or getattr(self, field) > 0, field, "must be positive")
         for field in ("max_in_flight", "max_num_choices", "max_body_bytes", "max_missed_heartbeats"):
             require(getattr(self, field) >= 1, field, "must be at least 1")
         for field in ("body_timeout_s", "request_timeout_s", "heartbeat_s", "index_budget_s"):
             require(getattr(self, field) > 0, field, "must be positive")
-        for field in ("num_prefill", "num_decode", "num_aggregated", "max_migrations"):
+        for field in ("num_prefill", "num_decode", "num_aggregated", "max_migrations", "max_queue"):
             require(getattr(self, field) >= 0, field, "must not be negative")

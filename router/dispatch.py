@@ -18,21 +18,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
+from tandem.router.accounts import Charge, WorkerAccount
+from tandem.router.admission import Gate, Prediction
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, internal_error, nobody_left
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RequestView, Route, pick_prefill, route
-from tandem.router.prefix_index import IndexReader
+from tandem.router.prefix_index import Holder, IndexReader
 from tandem.router.workers import Mailbox, WorkerLink, WorkerLost, WorkerSet
 from tandem.workers.block_key import block_keys, root_key
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
 from tandem.workers.protocol import Cancel, Failed, FinishChoice, NeedPrefill, Started, Submit, UsePrefill
-from tandem.workers.types import Choice, Request, TokenChunk
+from tandem.workers.types import Choice, KVSource, Request, TokenChunk, WorkerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -57,33 +59,54 @@ class Dispatcher:
         self.workers = workers
         self.index = index
         self.metrics = metrics
-        self._roots: dict[tuple[object, str], bytes] = {}
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when something has left a worker's account."""
 
-    async def view(self, request: Request) -> RequestView:
+    def block_keys(self, request: Request) -> list[bytes]:
+        """Names of the prompt's full blocks. Empty when there is no index to ask about them."""
+        identity = self.workers.identity()
+        if self.index is None or identity is None:
+            return []
+        root = root_key(self.config.cluster_key, identity, request.salt)
+        return block_keys(self.config.cluster_key, root, request.prompt_token_ids, identity.block_size)
+
+    async def view(self, request: Request, keys: Sequence[bytes]) -> RequestView:
         """The request as the policy sees it, prefix overlaps included."""
         identity = self.workers.identity()
         if identity is None:
             raise nobody_left()
         overlap: dict[str, int] = {}
-        if self.index is not None and self.index.is_up:
-            # `identity` is compared by value: another revision of the model is another root
-            root = self._roots.get((identity, request.salt))
-            if root is None:
-                root = self._roots[identity, request.salt] = root_key(self.config.cluster_key, identity, request.salt)
-            keys = block_keys(self.config.cluster_key, root, request.prompt_token_ids, identity.block_size)
-            holders = [(link.worker_id, link.address.epoch) for link in self.workers.ready()]
-            overlap = await self.index.longest_prefix(keys, holders)
+        if self.index is not None:
+            overlap = await self.index.longest_prefix(keys, [_holder(link) for link in self.workers.ready()])
         return RequestView(
             num_prompt_tokens=len(request.prompt_token_ids),
             num_choices=len(request.choices),
             block_size=identity.block_size,
+            block_bytes=identity.block_bytes,
             local_prefill_tokens=self.config.local_prefill_tokens,
             overlap=overlap,
+            slo_ttft_s=self.config.slo_ttft_s,
+            slo_itl_s=self.config.slo_itl_s,
         )
+
+    def source(self, chosen: Route) -> KVSource | None:
+        """The policy's source as a worker is told of it."""
+        link = None if chosen.source is None else self.workers.get(chosen.source.worker_id)
+        if link is None or chosen.source is None:
+            return None
+        return KVSource(address=link.address, num_blocks=chosen.source.num_blocks)
+
+
+def _holder(link: WorkerLink) -> Holder:
+    return link.worker_id, link.address.epoch
 
 
 class Generation:
-    """One prompt being answered. `run` is its life; it ends by returning, or raises `ApiError`."""
+    """One prompt being answered. `run` is its life; it ends by returning, or raises `ApiError`.
+
+    `look_up`, then `book`, may come before, where it matters which workers it gets and when; `close` then ends what was
+    booked and never ran.
+    """
 
     def __init__(self, dispatcher: Dispatcher, request: Request, timeout_s: float) -> None:
         self._dispatcher = dispatcher
@@ -96,41 +119,65 @@ class Generation:
         self._num_migrations = 0
         self._avoid: set[str] = set()
         """Workers that have already failed this request."""
+        self._keys: Sequence[bytes] | None = None
+        self._view: RequestView | None = None
+        self._lookup_s = 0.0
+        self._booked: _Attempt | None = None
 
     async def run(self, sink: Sink) -> None:
         config, metrics = self._dispatcher.config, self._dispatcher.metrics
         while self._unfinished:
-            began = time.perf_counter()
-            view = await self._dispatcher.view(self._request)
-            chosen = self._choose(view)
-            metrics.router_decision.observe(time.perf_counter() - began)
-            reason = await self._attempt(chosen, view, sink)
+            if self._booked is None:
+                await self.look_up()
+                self.book()
+            assert self._booked is not None
+            attempt, self._booked = self._booked, None
+            reason = await self._attempt(attempt, sink)
             if reason is None:
                 return
-            self._avoid.add(chosen.decode)
+            self._avoid.add(attempt.route.decode)
             if self._num_migrations == config.max_migrations:
                 raise nobody_left("Several workers failed while serving this request. Please try again.")
             self._num_migrations += 1
             metrics.migrations.labels(reason).inc()
-            logger.info("request %s leaves worker %s (%s)", self._request.request_id, chosen.decode, reason)
+            logger.info("request %s leaves worker %s (%s)", self._request.request_id, attempt.route.decode, reason)
 
-    def _choose(self, view: RequestView) -> Route:
-        workers = [link.view() for link in self._dispatcher.workers.ready()]
-        chosen = route(view, workers, self._avoid)
+    async def look_up(self) -> None:
+        """Ask the index who holds how much of the prompt."""
+        began = time.perf_counter()
+        if self._keys is None:
+            self._keys = self._dispatcher.block_keys(self._request)
+        self._view = await self._dispatcher.view(self._request, self._keys)
+        self._lookup_s = time.perf_counter() - began
+
+    def predict(self) -> Route:
+        """Where it would go now, and what would come of it. Raises `ApiError` when nobody is there."""
+        assert self._view is not None, "look_up comes first"
+        chosen = route(self._view, self._dispatcher.workers.views(), self._avoid, self._dispatcher.config.router_policy)
         if chosen is None:
             raise nobody_left()
         return chosen
 
-    async def _attempt(self, chosen: Route, view: RequestView, sink: Sink) -> str | None:
+    def book(self) -> None:
+        """Choose the workers and put the request on their accounts."""
+        assert self._view is not None, "look_up comes first"
+        began = time.perf_counter()
+        chosen = self.predict()
+        metrics = self._dispatcher.metrics
+        metrics.router_decision.observe(self._lookup_s + time.perf_counter() - began)
+        metrics.predicted_ttft.observe(chosen.ttft_s)
+        self._booked = _Attempt(self, chosen, self._remaining_request(), self._view)
+
+    def close(self) -> None:
+        """However it ended: nothing is left on any account."""
+        if self._booked is not None:
+            self._booked.end()
+            self._booked = None
+
+    async def _attempt(self, attempt: _Attempt, sink: Sink) -> str | None:
         """Let one decode worker serve what is left. None: all done. Otherwise the reason to try another."""
-        workers = self._dispatcher.workers
-        decode = workers.get(chosen.decode)
-        prefill = None if chosen.prefill is None else workers.get(chosen.prefill)
-        if decode is None:
-            return "decode_lost"
-        attempt = _Attempt(self, decode, self._remaining_request(), view)
         try:
-            return await attempt.run(prefill, sink)
+            return await attempt.run(sink)
         except WorkerUnavailable:
             return "decode_lost"
         except ProtocolError as error:
@@ -149,6 +196,10 @@ class Generation:
                 Choice(index=index, emitted_token_ids=tuple(self._emitted[index])) for index in sorted(self._unfinished)
             ),
         )
+
+    @property
+    def is_first_attempt(self) -> bool:
+        return self._num_migrations == 0
 
     @property
     def remaining_s(self) -> float:
@@ -178,32 +229,40 @@ class Generation:
 
 
 class _Attempt:
-    """One request on one decode worker."""
+    """One request on one decode worker, and on their accounts from the moment it is made until `end`."""
 
-    def __init__(self, generation: Generation, decode: WorkerLink, request: Request, view: RequestView) -> None:
+    def __init__(self, generation: Generation, route: Route, request: Request, view: RequestView) -> None:
+        self.route = route
         self._generation = generation
-        self._decode = decode
         self._request = request
         self._view = view
+        self._began = time.perf_counter()
         self._running = {choice.index for choice in request.choices}
         """Choices that the worker still generates, as far as we know."""
-        self._num_sequences = len(self._running)
-        self._prefill: WorkerLink | None = None
-        self._is_open = False
+        self._reading: tuple[WorkerAccount, Charge] | None = None
+        """Who reads the prompt, and was charged for it."""
+        self._is_as_predicted = generation.is_first_attempt
+        self._is_open = True
         self._is_sent = False
+        decode = self._dispatcher.workers.get(route.decode)
+        assert decode is not None, "chosen among those that are ready"
+        self._decode = decode
+        decode.account.num_routed += 1
+        self._decode_charge = decode.account.charge(num_sequences=len(self._running))
+        self._mailbox = decode.open(request.request_id)
+        self._charge_reader(route)
 
-    async def run(self, prefill: WorkerLink | None, sink: Sink) -> str | None:
-        mailbox = self._open()
-        self._charge_prefill(prefill)
+    async def run(self, sink: Sink) -> str | None:
         self._decode.send(
             Submit(
                 request=self._request,
-                prefill=None if prefill is None else prefill.address,
+                prefill=self._prefill_address(self.route),
+                source=self._dispatcher.source(self.route),
                 timeout_s=self._generation.remaining_s,
             )
         )
         self._is_sent = True
-        return await self._listen(mailbox, sink)
+        return await self._listen(self._mailbox, sink)
 
     async def _listen(self, mailbox: Mailbox, sink: Sink) -> str | None:
         while True:
@@ -215,7 +274,7 @@ class _Attempt:
                     case TokenChunk():
                         chunks.append(event)
                     case Started():
-                        self._charge_prefill(None)
+                        self._release_reader()
                         self._count_start(event)
                         await sink.started(event)
                     case NeedPrefill():
@@ -253,12 +312,21 @@ class _Attempt:
         workers = self._dispatcher.workers
         self._generation.avoid.add(event.failed_worker)
         self._dispatcher.metrics.migrations.labels("prefill_lost").inc()
-        views = [link.view() for link in workers.ready()]
-        name = pick_prefill(self._view, views, self._decode.view(), self._generation.avoid)
-        prefill = None if name is None else workers.get(name)
-        self._charge_prefill(prefill)
-        address = None if prefill is None else prefill.address
-        self._decode.send(UsePrefill(request_id=self._request.request_id, prefill=address))
+        chosen = pick_prefill(self._view, workers.views(), self._decode.account.view(), self._generation.avoid)
+        self._release_reader()
+        self._charge_reader(chosen)
+        self._decode.send(
+            UsePrefill(
+                request_id=self._request.request_id,
+                prefill=self._prefill_address(chosen),
+                source=self._dispatcher.source(chosen),
+            )
+        )
+        self._is_as_predicted = False
+
+    def _prefill_address(self, chosen: Route) -> WorkerAddress | None:
+        link = None if chosen.prefill is None else self._dispatcher.workers.get(chosen.prefill)
+        return None if link is None else link.address
 
     # The books: what each worker has been given by us
 
@@ -266,40 +334,42 @@ class _Attempt:
     def _dispatcher(self) -> Dispatcher:
         return self._generation._dispatcher
 
-    def _open(self) -> Mailbox:
-        mailbox = self._decode.open(self._request.request_id)
-        self._decode.num_routed += 1
-        self._decode.num_sequences += self._num_sequences
-        self._is_open = True
-        return mailbox
+    def _charge_reader(self, chosen: Route) -> None:
+        """Whoever reads the prompt has what it must compute on its account, until the first token."""
+        reader = self._decode if chosen.prefill is None else self._dispatcher.workers.get(chosen.prefill)
+        if reader is not None:
+            reader.account.num_routed += reader is not self._decode
+            self._reading = reader.account, reader.account.charge(num_tokens=chosen.num_tokens)
 
-    def _charge_prefill(self, prefill: WorkerLink | None) -> None:
-        """Let `prefill`, and nobody else, have this prompt on its account."""
-        num_tokens = len(self._request.prompt_token_ids)
-        if self._prefill is not None:
-            self._prefill.num_prefill_tokens -= num_tokens
-        if prefill is not None:
-            prefill.num_prefill_tokens += num_tokens
-            prefill.num_routed += 1
-        self._prefill = prefill
+    def _release_reader(self) -> None:
+        if self._reading is not None:
+            account, charge = self._reading
+            account.release(charge)
+            self._reading = None
 
     def _count_start(self, event: Started) -> None:
         metrics = self._dispatcher.metrics
         metrics.prefills.labels(event.path).inc()
+        if event.handover_s is not None:
+            self._dispatcher.workers.fleet.note_handover(event.handover_s)
+        if self._is_as_predicted and self.route.ttft_s > 0:
+            metrics.ttft_over_predicted.observe((time.perf_counter() - self._began) / self.route.ttft_s)
         pool = "prefill" if event.path == "remote" else "decode"
         for source, num_tokens in msgspec.structs.asdict(event.cached).items():
             if num_tokens:
                 metrics.cached_tokens.labels(pool if source == "pool" else source).inc(num_tokens)
 
     def end(self) -> None:
-        """Close the books, and stop whatever the worker still does for this request."""
+        """Close the books, and stop whatever the worker still does for this request. Idempotent."""
         if not self._is_open:
             return
-        self._charge_prefill(None)
-        self._decode.num_sequences -= self._num_sequences
+        self._is_open = False
+        self._release_reader()
+        self._decode.account.release(self._decode_charge)
         self._decode.close(self._request.request_id)
         if self._is_sent and self._running:
             self._decode.try_send(Cancel(request_id=self._request.request_id))
+        self._dispatcher.on_room()
 
 
 def _translated(failure: Failed) -> ApiError:
@@ -310,6 +380,23 @@ def _translated(failure: Failed) -> ApiError:
     if failure.code == "timeout":
         return ApiError(504, "The request was not finished in time.", type="server_error", code="timeout")
     return ApiError(400, failure.message, param=failure.param, code=failure.code)
+
+
+async def enter_together(generations: Sequence[Generation], gate: Gate, arrived: float) -> None:
+    """All prompts of one request are let in at once, so that none is refused when others have begun. Raises `ApiError`
+    429. Each is predicted as if it were alone."""
+    await asyncio.gather(*(generation.look_up() for generation in generations))
+
+    def predict() -> Prediction:
+        routes = [generation.predict() for generation in generations]
+        slowest = max(routes, key=lambda chosen: chosen.ttft_s)
+        return Prediction(slowest.ttft_s, slowest.queue_s, max(chosen.itl_s for chosen in routes))
+
+    def book() -> None:
+        for generation in generations:
+            generation.book()
+
+    await gate.enter(predict, book, arrived)
 
 
 async def run_all(generations: Sequence[tuple[Generation, Sink]]) -> None:

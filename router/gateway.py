@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tandem.router import health
-from tandem.router.admission import Admission
+from tandem.router.admission import Admission, Gate
 from tandem.router.auth import KeyCheck
 from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher
@@ -56,6 +56,8 @@ class Gateway:
             on_snapshot=self.metrics.observe_snapshot,
         )
         self.admission = Admission(config.max_in_flight)
+        self.gate = Gate(config.slo_ttft_s, config.slo_itl_s, config.max_queue)
+        self.metrics.held_back.set_function(lambda: float(self.gate.num_waiting))
         self.index: IndexReader | None = None
         self.app: ASGIApp = KeyCheck(self._public_app(), config.api_keys)
         self.admin_app: ASGIApp = self._admin_app()
@@ -71,8 +73,9 @@ class Gateway:
             )
             await self.index.start()
         dispatcher = Dispatcher(self.config, self.workers, self.index, self.metrics)
+        dispatcher.on_room = self.gate.notify
         closing: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
-        self._house = House(self.config, tokenizer, dispatcher, self.admission, self.metrics, closing)
+        self._house = House(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing)
 
     async def wait_ready(self) -> None:
         """Until every worker that the cluster was started with is alive and paired."""

@@ -7,6 +7,7 @@ ready   everything that the cluster was started with is there; a missing part is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tandem.router.config import GatewayConfig
@@ -35,7 +36,7 @@ def missing_parts(config: GatewayConfig, workers: WorkerSet, *, is_draining: boo
     return missing
 
 
-def refused_pairs(links: list[WorkerLink]) -> list[str]:
+def refused_pairs(links: Sequence[WorkerLink]) -> list[str]:
     return [
         f"{link.worker_id} cannot take KV from {prefill}: {paired.error}"
         for link in links

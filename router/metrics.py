@@ -24,6 +24,7 @@ OUTCOMES: tuple[Outcome, ...] = ("ok", "failed", "cancelled", "rejected")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_RATIOS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 3.0, 5.0, 10.0, 30.0)
 
 WORKER_HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "queue_seconds": ("Time from a worker's admission of a request to its first computation.", ("role",)),
@@ -57,6 +58,15 @@ class RouterMetrics:
         self.request_duration = self._histogram("request_duration_seconds", "From arrival to the last byte.")
         self.router_decision = self._histogram(
             "router_decision_seconds", "Hashing, index look-up and policy.", buckets=_SHORT_SECONDS
+        )
+        self.predicted_ttft = self._histogram(
+            "predicted_time_to_first_token_seconds", "From the router's decision to the first token, as it predicts."
+        )
+        self.ttft_over_predicted = self._histogram(
+            "time_to_first_token_over_predicted", "What it took, as a multiple of the prediction.", buckets=_RATIOS
+        )
+        self.held_back = Gauge(
+            "requests_held_back", "Requests that wait at the door.", namespace="tandem", registry=self.registry
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens of answers.")

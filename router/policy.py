@@ -1,110 +1,230 @@
 """Which workers serve a request: a pure function of what is known about them. No clock, no I/O.
 
-Costs are in prompt tokens, so that load and prefix overlap can be weighed against each other: a worker that already
-holds part of the prompt saves the tokens that it need not compute or pull; a worker with sequences in its batch makes
-everybody's next token later. Equal costs go to the worker that was given the fewest requests so far.
+`cost` compares predicted seconds (cost_model.py) over pairs of workers:
+
+    first token + EXPECTED_TOKENS * itl(D), + stall(D) where D would read the prompt itself
+
+Prefix reuse, transfers, peer fetches and reading where one decodes are all terms of this one sum. Equal costs go to
+those that were given the fewest requests so far. The other rules exist for comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import Any, Literal
 
-from tandem.workers.types import Role
+from tandem.router import cost_model
+from tandem.router.cost_model import EXPECTED_TOKENS, Reading, RequestView, Source, Speeds, WorkerView
 
-TOKENS_PER_SEQUENCE = 256
-"""One more sequence in a decode batch weighs as much as this many prompt tokens to be fetched."""
-LOCAL_SHARE = 1 / 8
-"""A decode worker that misses at most this share of a prompt holds most of it ..."""
-LOCAL_SHARE_FACTOR = 4
-"""... and reads the rest itself, as long as that is at most this many times `local_prefill_tokens`."""
+__all__ = ["POLICIES", "PolicyName", "RequestView", "Route", "Source", "Speeds", "WorkerView", "pick_prefill", "route"]
 
+PolicyName = Literal["cost", "round-robin", "least-loaded", "prefix"]
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """What the policy knows of one live worker."""
-
-    worker_id: str
-    role: Role
-    num_sequences: int = 0
-    """Running and waiting."""
-    num_waiting_tokens: int = 0
-    """Prompt tokens that are promised to it and not yet computed."""
-    num_available_blocks: int = 1 << 30
-    """Free blocks and cached ones, which can be evicted."""
-    num_routed: int = 0
-    """Requests ever given to it by this gateway: breaks ties."""
-    unpaired: frozenset[str] = frozenset()
-    """Prefill workers from which this decode worker must not take KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """What the policy knows of one request. `overlap`: blocks of its prompt that each worker is said to hold."""
-
-    num_prompt_tokens: int
-    num_choices: int = 1
-    block_size: int = 32
-    local_prefill_tokens: int = 64
-    overlap: Mapping[str, int] = field(default_factory=dict)
-
-    def num_missing_tokens(self, worker_id: str) -> int:
-        """Prompt tokens that this worker would have to compute or fetch. The last token is always computed."""
-        held = self.overlap.get(worker_id, 0) * self.block_size
-        return max(1, self.num_prompt_tokens - held)
+NUM_CANDIDATES = 8
+"""Pairs are formed of so many workers of each kind that are best on their own."""
+MISSED_SLO_S = 1000.0
+"""A predicted miss of a configured limit costs more than any detour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`prefill` is None when the decode worker reads the prompt itself."""
+    """`prefill` is None when the decode worker reads the prompt itself. `source`: whence the reader fetches its
+    beginning. The rest is prediction: how many tokens the reader will compute, and seconds."""
 
     prefill: str | None
     decode: str
+    source: Source | None = None
+    num_tokens: int = field(default=0, compare=False)
+    ttft_s: float = field(default=0.0, compare=False)
+    queue_s: float = field(default=0.0, compare=False)
+    """The part of `ttft_s` that waits for others."""
+    itl_s: float = field(default=0.0, compare=False)
 
 
-def route(request: RequestView, workers: Sequence[WorkerView], avoid: AbstractSet[str] = frozenset()) -> Route | None:
-    """The pair of workers with the least cost, or None when nobody can decode. `avoid`: have already failed it."""
-    candidates = [w for w in workers if w.role != "prefill" and w.worker_id not in avoid]
-    if not candidates:
-        return None
-    decode = min(candidates, key=lambda worker: (_decode_cost(request, worker), worker.num_routed, worker.worker_id))
-    if decode.role == "aggregated" or _prefills_itself(request, decode):
-        return Route(prefill=None, decode=decode.worker_id)
-    return Route(prefill=pick_prefill(request, workers, decode, avoid), decode=decode.worker_id)
+def route(
+    request: RequestView,
+    workers: Sequence[WorkerView],
+    avoid: AbstractSet[str] = frozenset(),
+    policy: PolicyName = "cost",
+) -> Route | None:
+    """The workers to serve it, or None when nobody can decode. `avoid`: have already failed it."""
+    if avoid:
+        workers = [worker for worker in workers if worker.worker_id not in avoid]
+    return POLICIES[policy](request, workers)
 
 
 def pick_prefill(
-    request: RequestView, workers: Sequence[WorkerView], decode: WorkerView, avoid: AbstractSet[str] = frozenset()
-) -> str | None:
-    """The prefill worker that will be done first, among those that `decode` can take KV from."""
-    candidates = [
-        worker
-        for worker in workers
-        if worker.role == "prefill" and worker.worker_id not in avoid and worker.worker_id not in decode.unpaired
+    request: RequestView,
+    workers: Sequence[WorkerView],
+    decode: WorkerView,
+    avoid: AbstractSet[str] = frozenset(),
+) -> Route:
+    """The prefill worker that will be done first, among those that `decode` can take KV from; none if there is none."""
+    workers = [worker for worker in workers if worker.worker_id not in avoid]
+    sources = cost_model.find_sources(request, workers)
+    prefills = [worker for worker in workers if worker.role == "prefill"]
+    options = [
+        _remote(request, prefill, decode, cost_model.read(request, prefill, sources))
+        for prefill in prefills
+        if prefill.worker_id not in decode.unpaired
     ]
-    if not candidates:
-        return None
-    best = min(candidates, key=lambda worker: (_prefill_cost(request, worker), worker.num_routed, worker.worker_id))
-    return best.worker_id
+    return min(options, key=_Option.rank).route if options else _local(request, decode, sources).route
 
 
-def _prefills_itself(request: RequestView, decode: WorkerView) -> bool:
-    missing = request.num_missing_tokens(decode.worker_id)
-    holds_most = missing <= request.num_prompt_tokens * LOCAL_SHARE
-    return missing <= request.local_prefill_tokens or (
-        holds_most and missing <= request.local_prefill_tokens * LOCAL_SHARE_FACTOR
+@dataclass(frozen=True, slots=True)
+class _Option:
+    cost_s: float
+    num_routed: int
+    route: Route
+
+    def rank(self) -> tuple[float, int, str, str]:
+        return self.cost_s, self.num_routed, self.route.decode, self.route.prefill or ""
+
+
+def _remote(request: RequestView, prefill: WorkerView, decode: WorkerView, reading: Reading) -> _Option:
+    queue_s = prefill.queue_s + cost_model.room_s(request, decode)
+    chosen = Route(
+        prefill=prefill.worker_id,
+        decode=decode.worker_id,
+        source=reading.source,
+        num_tokens=reading.num_tokens,
+        queue_s=queue_s,
+        ttft_s=queue_s + reading.read_s + cost_model.pull_s(request, prefill, decode, reading),
+        itl_s=cost_model.itl_s(request, decode),
     )
+    return _Option(_cost_s(request, chosen), prefill.num_routed + decode.num_routed, chosen)
 
 
-def _decode_cost(request: RequestView, worker: WorkerView) -> int:
-    missing = request.num_missing_tokens(worker.worker_id)
-    needed_blocks = -(-missing // request.block_size) * request.num_choices
-    # a worker without room would first have to preempt somebody: only when all are full
-    lacking_tokens = max(0, needed_blocks - worker.num_available_blocks) * request.block_size
-    waiting = worker.num_waiting_tokens if worker.role == "aggregated" else 0
-    return worker.num_sequences * TOKENS_PER_SEQUENCE + missing + waiting + 4 * lacking_tokens
+def _local(request: RequestView, decode: WorkerView, sources: Sequence[WorkerView]) -> _Option:
+    reading = cost_model.read(request, decode, sources)
+    queue_s = decode.queue_s + cost_model.room_s(request, decode)
+    chosen = Route(
+        prefill=None,
+        decode=decode.worker_id,
+        source=reading.source,
+        num_tokens=reading.num_tokens,
+        queue_s=queue_s,
+        ttft_s=queue_s + reading.read_s,
+        itl_s=cost_model.itl_s(request, decode),
+    )
+    cost_s = _cost_s(request, chosen) + cost_model.stall_s(decode, reading)
+    if decode.num_sequences and request.slo_itl_s is not None:
+        longest_s = cost_model.itl_while_reading_s(request, decode, reading)
+        cost_s += MISSED_SLO_S * (longest_s > request.slo_itl_s)
+    return _Option(cost_s, decode.num_routed, chosen)
 
 
-def _prefill_cost(request: RequestView, worker: WorkerView) -> int:
-    return worker.num_waiting_tokens + request.num_missing_tokens(worker.worker_id)
+def _cost_s(request: RequestView, chosen: Route) -> float:
+    cost_s = chosen.ttft_s + EXPECTED_TOKENS * chosen.itl_s
+    if request.slo_ttft_s is not None and chosen.ttft_s > request.slo_ttft_s:
+        cost_s += MISSED_SLO_S
+    if request.slo_itl_s is not None and chosen.itl_s > request.slo_itl_s:
+        cost_s += MISSED_SLO_S
+    return cost_s
+
+
+# The rules
+
+
+def _by_cost(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
+    sources = cost_model.find_sources(request, workers)
+    decodes = _best_decodes(request, [worker for worker in workers if worker.role != "prefill"])
+    if not decodes:
+        return None
+    prefills = [worker for worker in workers if worker.role == "prefill"]
+    ranked = cost_model.rank_prefills(request, prefills, sources)
+    readings = [(worker, cost_model.read(request, worker, sources)) for *_, worker in nsmallest(NUM_CANDIDATES, ranked)]
+    options: list[_Option] = []
+    for decode in decodes:
+        options.append(_local(request, decode, sources))
+        if decode.role == "aggregated" or _reads_itself(request, decode):
+            continue
+        paired = [(prefill, reading) for prefill, reading in readings if prefill.worker_id not in decode.unpaired]
+        if not paired:  # rare: look at all
+            others = nsmallest(1, (each for each in ranked if each[2] not in decode.unpaired))
+            paired = [(worker, cost_model.read(request, worker, sources)) for *_, worker in others]
+        if paired:
+            options.append(_best_pair(request, decode, paired))
+    return min(options, key=_Option.rank).route
+
+
+def _best_pair(request: RequestView, decode: WorkerView, prefills: Sequence[tuple[WorkerView, Reading]]) -> _Option:
+    """The prefill worker with which this decode worker is first to have the first token."""
+
+    def rank(pair: tuple[WorkerView, Reading]) -> tuple[float, int, str]:
+        prefill, reading = pair
+        ttft_s = prefill.queue_s + reading.read_s + cost_model.pull_s(request, prefill, decode, reading)
+        return ttft_s, prefill.num_routed, prefill.worker_id
+
+    prefill, reading = min(prefills, key=rank)
+    return _remote(request, prefill, decode, reading)
+
+
+def _best_decodes(request: RequestView, decodes: Sequence[WorkerView]) -> list[WorkerView]:
+    """Those that would decode it fastest, and those that hold most of it."""
+    if len(decodes) <= NUM_CANDIDATES:
+        return list(decodes)
+    ranked = cost_model.rank_decodes(request, decodes)
+    overlap = request.overlap
+    holding = [(-overlap[each[2]], *each) for each in ranked if each[2] in overlap] if overlap else []
+    best = {worker.worker_id: worker for *_, worker in nsmallest(NUM_CANDIDATES, ranked)}
+    for _, _, _, worker_id, worker in nsmallest(NUM_CANDIDATES // 2, holding):
+        best[worker_id] = worker
+    return list(best.values())
+
+
+def _in_turn(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
+    return _by_key(request, workers, lambda worker: 0, lambda worker: 0)
+
+
+def _by_load(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
+    return _by_key(request, workers, _load, _load)
+
+
+def _by_prefix(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
+    def key(worker: WorkerView) -> tuple[int, int]:
+        return request.num_missing_tokens(worker.worker_id), _load(worker)
+
+    return _by_key(request, workers, key, key)
+
+
+def _load(worker: WorkerView) -> int:
+    return worker.num_waiting_tokens if worker.role == "prefill" else worker.num_sequences
+
+
+def _by_key(
+    request: RequestView,
+    workers: Sequence[WorkerView],
+    decode_key: Callable[[WorkerView], Any],
+    prefill_key: Callable[[WorkerView], Any],
+) -> Route | None:
+    """The worker of each kind that is first by its key; those given fewer requests first among equals."""
+    decode = _first((worker for worker in workers if worker.role != "prefill"), decode_key)
+    if decode is None:
+        return None
+    prefill = None
+    if decode.role == "decode" and not _reads_itself(request, decode):
+        paired = (w for w in workers if w.role == "prefill" and w.worker_id not in decode.unpaired)
+        prefill = _first(paired, prefill_key)
+    if prefill is None:
+        return _local(request, decode, ()).route
+    return _remote(request, prefill, decode, cost_model.read(request, prefill, ())).route
+
+
+def _first(workers: Iterable[WorkerView], key: Callable[[WorkerView], Any]) -> WorkerView | None:
+    return min(workers, key=lambda worker: (key(worker), worker.num_routed, worker.worker_id), default=None)
+
+
+def _reads_itself(request: RequestView, decode: WorkerView) -> bool:
+    return request.num_missing_tokens(decode.worker_id) <= request.local_prefill_tokens
+
+
+POLICIES: Mapping[PolicyName, Callable[[RequestView, Sequence[WorkerView]], Route | None]] = {
+    "cost": _by_cost,
+    "round-robin": _in_turn,
+    "least-loaded": _by_load,
+    "prefix": _by_prefix,
+}

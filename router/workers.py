@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.router.policy import WorkerView
+from tandem.router.accounts import FleetSpeeds, WorkerAccount
+from tandem.router.cost_model import WorkerView
 from tandem.workers import protocol
 from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
@@ -63,13 +64,9 @@ class WorkerLink:
         self.state: State = "connecting"
         self.snapshot: WorkerSnapshot | None = None
         self.identity: ModelIdentity | None = None
+        self.account = WorkerAccount(address, live_set.fleet)
         self.pairs: dict[str, Paired] = {}
         """What a decode worker said of its pairing with each prefill worker, by that worker's id."""
-        self.num_routed = 0
-        self.num_sequences = 0
-        """Sequences of this gateway that the worker decodes now."""
-        self.num_prefill_tokens = 0
-        """Prompt tokens that this gateway had sent to it for prefill and that are not yet decoding."""
         self._live_set = live_set
         self._connection: Connection | None = None
         self._mailboxes: dict[str, Mailbox] = {}
@@ -84,18 +81,30 @@ class WorkerLink:
     def can_decode(self) -> bool:
         return self.address.role != "prefill"
 
-    def view(self) -> WorkerView:
-        """For the policy. The snapshot may be a second old and knows other gateways; our own counts are exact."""
-        assert self.snapshot is not None, "only ready workers are viewed"
-        blocks = self.snapshot.blocks
-        return WorkerView(
-            worker_id=self.worker_id,
-            role=self.address.role,
-            num_sequences=max(self.num_sequences, self.snapshot.num_running + self.snapshot.num_waiting),
-            num_waiting_tokens=max(self.num_prefill_tokens, self.snapshot.num_waiting_tokens),
-            num_available_blocks=blocks.free + blocks.cached,
-            num_routed=self.num_routed,
-            unpaired=frozenset(worker_id for worker_id, paired in self.pairs.items() if paired.error is not None),
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of this gateway that the worker decodes now."""
+        return self.account.num_sequences
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens that this gateway wants it to compute and that are not yet decoding."""
+        return self.account.num_prefill_tokens
+
+    def set_pair(self, prefill_worker: str, paired: Paired | None) -> None:
+        """What is known of taking KV from this prefill worker; None: nothing any more."""
+        if paired is None:
+            self.pairs.pop(prefill_worker, None)
+        else:
+            self.pairs[prefill_worker] = paired
+        self._settle_pairs()
+
+    def _settle_pairs(self) -> None:
+        self.account.take_pairs(
+            unpaired=frozenset(name for name, paired in self.pairs.items() if paired.error is not None),
+            bytes_per_s={
+                name: paired.gigabytes_per_s * 1e9 for name, paired in self.pairs.items() if paired.gigabytes_per_s
+            },
         )
 
     def open(self, request_id: str) -> Mailbox:
@@ -187,7 +196,7 @@ class WorkerLink:
             case Started() | Failed() | NeedPrefill():
                 self._put(message.request_id, message)
             case Paired():
-                self.pairs[message.prefill_worker] = message
+                self.set_pair(message.prefill_worker, message)
                 self._live_set.on_paired(self, message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for gateways")
@@ -199,6 +208,7 @@ class WorkerLink:
 
     def _take_snapshot(self, snapshot: WorkerSnapshot) -> None:
         self.snapshot = snapshot
+        self.account.take_snapshot(snapshot)
         self._live_set.on_snapshot(snapshot)
         if self.state != "ready":
             self.state = "ready"
@@ -211,6 +221,7 @@ class WorkerLink:
             self._connection.abort()
             self._connection = None
         self.pairs.clear()
+        self._settle_pairs()
         mailboxes, self._mailboxes = self._mailboxes, {}
         for mailbox in mailboxes.values():
             mailbox.put(WorkerLost(self.worker_id))
@@ -235,7 +246,10 @@ class WorkerSet:
         self.heartbeat_s = heartbeat_s
         self.max_missed_heartbeats = max_missed_heartbeats
         self.on_snapshot = on_snapshot
+        self.fleet = FleetSpeeds()
         self._links: dict[str, WorkerLink] = {}
+        self._ready: list[WorkerLink] | None = None
+        """Sorted once, not for every request; None when somebody came or went."""
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -246,6 +260,7 @@ class WorkerSet:
             if known.address.epoch >= address.epoch:
                 return
             self._drop(known)
+            self._ready = None
         self._links[address.worker_id] = WorkerLink(address, self)
 
     def remove(self, worker_id: str, epoch: int) -> None:
@@ -253,20 +268,29 @@ class WorkerSet:
         link = self._links.get(worker_id)
         if link is not None and link.address.epoch == epoch:
             del self._links[worker_id]
+            self._ready = None
             self._drop(link)
 
     async def close(self) -> None:
         for link in self._links.values():
             self._drop(link)
         self._links.clear()
+        self._ready = None
         await asyncio.gather(*self._leaving)
 
     def links(self) -> list[WorkerLink]:
         """All listed workers, alive or not, by id."""
         return [self._links[worker_id] for worker_id in sorted(self._links)]
 
-    def ready(self) -> list[WorkerLink]:
-        return [link for link in self.links() if link.state == "ready"]
+    def ready(self) -> Sequence[WorkerLink]:
+        """By id."""
+        if self._ready is None:
+            self._ready = [link for link in self.links() if link.state == "ready"]
+        return self._ready
+
+    def views(self) -> list[WorkerView]:
+        """Of all that are ready, for the policy."""
+        return [link.account.view() for link in self.ready()]
 
     def get(self, worker_id: str) -> WorkerLink | None:
         """This worker if it is ready."""
@@ -285,11 +309,12 @@ class WorkerSet:
     # What links report
 
     def on_ready(self, link: WorkerLink) -> None:
+        self._ready = None
         logger.info("worker %s epoch %d is ready", link.worker_id, link.address.epoch)
         if link.address.role == "prefill":
             for decode in self.ready():
                 if decode.address.role == "decode":
-                    decode.pairs.pop(link.worker_id, None)  # what is known is about an earlier incarnation
+                    decode.set_pair(link.worker_id, None)  # what is known is about an earlier incarnation
                     decode.try_send(Pair(prefill=(link.address,)))
         elif link.address.role == "decode":
             prefill = tuple(other.address for other in self.ready() if other.address.role == "prefill")
@@ -298,8 +323,10 @@ class WorkerSet:
         self._announce()
 
     def on_lost(self, link: WorkerLink) -> None:
+        self._ready = None
+        self.fleet.forget(link.worker_id)
         for decode in self.ready():
-            decode.pairs.pop(link.worker_id, None)
+            decode.set_pair(link.worker_id, None)
         self._announce()
 
     def on_paired(self, decode: WorkerLink, paired: Paired) -> None:

@@ -17,9 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from tandem.router.admission import Admission
+from tandem.router.admission import Admission, Gate
 from tandem.router.config import GatewayConfig
-from tandem.router.dispatch import Dispatcher, Generation, run_all
+from tandem.router.dispatch import Dispatcher, Generation, enter_together, run_all
 from tandem.router.errors import ApiError, ClientDisconnected, bad_request, internal_error, too_slow
 from tandem.router.http import read_body, request_id, send_error, until_disconnect
 from tandem.router.metrics import Outcome, RouterMetrics
@@ -52,6 +52,7 @@ class House:
     tokenizer: Tokenizer
     dispatcher: Dispatcher
     admission: Admission
+    gate: Gate
     metrics: RouterMetrics
     closing: asyncio.Future[ApiError]
     """Done when requests that still run must be ended, with what to tell their clients."""
@@ -137,18 +138,21 @@ class GenerationEndpoint(Generic[WireRequest]):
         except RequestError as error:
             raise bad_request(f"{error}.", param=error.param) from error
         with house.admission.admit(plan.num_sequences):
-            reply = exchange.begin(plan, self._form(plan, house.tokenizer))
-            requests = plan.requests(exchange.unique_id)
-            await run_all(
-                [
-                    (
-                        Generation(house.dispatcher, request, house.config.request_timeout_s),
-                        PromptSink(reply, position),
-                    )
-                    for position, request in enumerate(requests)
-                ]
-            )
-            await reply.done()
+            generations = [
+                Generation(house.dispatcher, request, house.config.request_timeout_s)
+                for request in plan.requests(exchange.unique_id)
+            ]
+            try:
+                if house.gate.has_limits:
+                    await enter_together(generations, house.gate, exchange.arrived)
+                reply = exchange.begin(plan, self._form(plan, house.tokenizer))
+                await run_all(
+                    [(generation, PromptSink(reply, position)) for position, generation in enumerate(generations)]
+                )
+                await reply.done()
+            finally:
+                for generation in generations:
+                    generation.close()
 
     def _prepare(self, house: House, body: bytes) -> Plan:
         request = self._parse(body)
@@ -177,8 +181,8 @@ class _Exchange:
         """As the client knows it."""
         self.unique_id = secrets.token_hex(16)
         """As the workers know it: clients may repeat theirs."""
+        self.arrived = arrived
         self._send = send
-        self._arrived = arrived
         self._reply: Reply | None = None
 
     @property
@@ -196,7 +200,7 @@ class _Exchange:
             unique_id=self.unique_id,
             send=self._send,
             metrics=self.house.metrics,
-            arrived=self._arrived,
+            arrived=self.arrived,
         )
         return self._reply
 

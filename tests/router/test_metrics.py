@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem.router.metrics import RouterMetrics, parse_series
 from tandem.workers.types import BlockCounts, WorkerSnapshot
 
-MESSAGES = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Tell me of everything that a fox may do to a dog. " * 6}]
 
 
 def snapshot(epoch: int = 0, **fields: Any) -> WorkerSnapshot:

@@ -1,88 +1,321 @@
-"""The policy in scenarios of a few lines."""
+"""The policy in scenarios of a few lines. Unless said otherwise a token of a prompt takes 0.4 ms to read, a decode step
+20 ms and 0.5 ms per sequence, a handover 10 ms, and bytes take no time."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.router.policy import RequestView, Route, WorkerView, pick_prefill, route
+import pytest
+
+from tandem.router.cost_model import EXPECTED_TOKENS
+from tandem.router.policy import (
+    POLICIES,
+    PolicyName,
+    RequestView,
+    Route,
+    Source,
+    Speeds,
+    WorkerView,
+    pick_prefill,
+    route,
+)
 
 P0, P1 = WorkerView("p0", "prefill"), WorkerView("p1", "prefill")
 D0, D1 = WorkerView("d0", "decode"), WorkerView("d1", "decode")
 A0 = WorkerView("a0", "aggregated")
 LONG = RequestView(num_prompt_tokens=1024)
+EVERY_POLICY = pytest.mark.parametrize("policy", sorted(POLICIES))
 
 
-def test_one_of_each() -> None:
-    assert route(LONG, [P0, D0]) == Route("p0", "d0")
+def chosen(request: RequestView, workers: Sequence[WorkerView], policy: PolicyName = "cost") -> Route:
+    found = route(request, workers, policy=policy)
+    assert found is not None
+    return found
 
 
-def test_nobody_decodes() -> None:
-    assert route(LONG, [P0, P1]) is None
-    assert route(LONG, []) is None
+# Who is there
 
 
-def test_no_prefill_worker_means_local() -> None:
-    assert route(LONG, [D0]) == Route(None, "d0")
+@EVERY_POLICY
+def test_one_of_each(policy: PolicyName) -> None:
+    assert route(LONG, [P0, D0], policy=policy) == Route("p0", "d0")
 
 
-def test_short_prompt_is_read_where_it_is_decoded() -> None:
-    assert route(replace(LONG, num_prompt_tokens=64), [P0, D0]) == Route(None, "d0")
-    assert route(replace(LONG, num_prompt_tokens=65), [P0, D0]) == Route("p0", "d0")
+@EVERY_POLICY
+def test_nobody_decodes(policy: PolicyName) -> None:
+    assert route(LONG, [P0, P1], policy=policy) is None
+    assert route(LONG, [], policy=policy) is None
 
 
-def test_decode_worker_that_holds_most_of_it_reads_the_rest() -> None:
-    assert route(replace(LONG, overlap={"d0": 28}), [P0, D0]) == Route(None, "d0")  # misses 128 of 1,024
-    assert route(replace(LONG, overlap={"d0": 27}), [P0, D0]) == Route("p0", "d0")  # misses 160
-    huge = RequestView(num_prompt_tokens=32 * 1000, overlap={"d0": 900})  # a tenth, but 3,200 tokens
-    assert route(huge, [P0, D0]) == Route("p0", "d0")
+@EVERY_POLICY
+def test_no_prefill_worker_means_local(policy: PolicyName) -> None:
+    assert route(LONG, [D0], policy=policy) == Route(None, "d0")
 
 
-def test_aggregated_worker_does_both() -> None:
-    assert route(LONG, [P0, A0]) == Route(None, "a0")
+@EVERY_POLICY
+def test_aggregated_worker_does_both(policy: PolicyName) -> None:
+    assert route(LONG, [P0, A0], policy=policy) == Route(None, "a0")
+
+
+@EVERY_POLICY
+def test_refused_pair_is_not_used(policy: PolicyName) -> None:
+    picky = replace(D0, unpaired=frozenset({"p0"}))
+    assert route(LONG, [P0, P1, picky], policy=policy) == Route("p1", "d0")
+    assert route(LONG, [P0, picky], policy=policy) == Route(None, "d0")
+
+
+def test_refused_pairs_leave_the_others_however_many_are_better() -> None:
+    crowd = [WorkerView(f"x{number}", "prefill") for number in range(20)]
+    picky = replace(D0, unpaired=frozenset(worker.worker_id for worker in crowd))
+    assert route(LONG, [*crowd, replace(P0, num_waiting_tokens=500), picky]) == Route("p0", "d0")
+
+
+@EVERY_POLICY
+def test_workers_that_failed_are_avoided(policy: PolicyName) -> None:
+    assert route(LONG, [P0, D0, D1], {"d0"}, policy) == Route("p0", "d1")
+    assert route(LONG, [P0, D0], {"d0"}, policy) is None
+
+
+def test_another_prefill_worker() -> None:
+    assert pick_prefill(LONG, [P0, P1, D0], D0, {"p0"}) == Route("p1", "d0")
+    assert pick_prefill(LONG, [P0, D0], D0, {"p0"}) == Route(None, "d0")
+    assert pick_prefill(replace(LONG, overlap={"p1": 16}), [P0, P1, D0], D0) == Route("p1", "d0")
+
+
+# The prefill worker: queue ahead + what is missing, at its own speed
 
 
 def test_prefix_overlap_attracts() -> None:
     assert route(replace(LONG, overlap={"p1": 16}), [P0, P1, D0]) == Route("p1", "d0")
-    assert route(replace(LONG, overlap={"d1": 16}), [P0, D0, D1]) == Route("p0", "d1")
+    assert chosen(replace(LONG, overlap={"p1": 16}), [P0, P1, D0]).num_tokens == 512
 
 
-def test_load_outweighs_overlap() -> None:
-    busy = replace(P1, num_waiting_tokens=2000)
-    assert route(replace(LONG, overlap={"p1": 16}), [P0, busy, D0]) == Route("p0", "d0")
-    full = replace(D1, num_sequences=8)
-    assert route(replace(LONG, overlap={"d1": 16}), [P0, D0, full]) == Route("p0", "d0")
+def test_queue_outweighs_overlap() -> None:
+    """Prefill workers have no fast path between them, so what the one holds is not fetched by the other."""
+    request = replace(LONG, overlap={"p1": 16}, block_bytes=20_000_000)
+    near = replace(D0, bytes_per_s={"p0": 1e11, "p1": 1e11}, num_sequences=4)
+    assert chosen(request, [P0, replace(P1, num_waiting_tokens=600), near]).prefill == "p0"
+    assert chosen(request, [P0, replace(P1, num_waiting_tokens=400), near]).prefill == "p1"
 
 
-def test_worker_without_room_is_a_last_resort() -> None:
+def test_faster_worker_may_have_a_longer_queue() -> None:
+    fast = replace(P1, speeds=Speeds(prefill_token_s=0.0001), num_waiting_tokens=2000)
+    assert route(LONG, [P0, fast, D0]) == Route("p1", "d0")  # 3,024 tokens at 0.1 ms; 1,024 at 0.4 ms
+    assert route(replace(LONG, num_prompt_tokens=500), [P0, fast, D0]) == Route("p0", "d0")
+
+
+def test_attention_makes_long_prompts_dearer() -> None:
+    """The one is fast for short prompts, the other for long ones."""
+    growing = replace(P0, speeds=Speeds(prefill_token_s=0.0001, prefill_attended_s=1e-6))
+    flat = replace(P1, speeds=Speeds(prefill_token_s=0.0005))
+    assert chosen(replace(LONG, num_prompt_tokens=500), [growing, flat, D0]).prefill == "p0"
+    assert chosen(replace(LONG, num_prompt_tokens=2000), [growing, flat, D0]).prefill == "p1"
+    assert chosen(LONG, [growing, D0]).ttft_s == pytest.approx(1024 * (0.0001 + 1e-6 * 512) + 0.01)
+
+
+# The decode worker
+
+
+def test_fewer_sequences_mean_faster_tokens() -> None:
+    assert route(LONG, [P0, replace(D0, num_sequences=3), D1]) == Route("p0", "d1")
+    assert chosen(replace(LONG, num_choices=4), [P0, replace(D0, num_sequences=3)]).itl_s == pytest.approx(0.0235)
+
+
+def test_faster_decode_worker_may_have_more_sequences() -> None:
+    fast = replace(D1, speeds=Speeds(decode_step_s=0.01), num_sequences=12)
+    assert route(LONG, [P0, D0, fast]) == Route("p0", "d1")
+
+
+def test_worker_without_blocks_is_a_last_resort() -> None:
     full = replace(D0, num_available_blocks=0)
     assert route(LONG, [P0, full, replace(D1, num_sequences=3)]) == Route("p0", "d1")
     assert route(LONG, [P0, full]) == Route("p0", "d0")
 
 
-def test_refused_pair_is_not_used() -> None:
-    picky = replace(D0, unpaired=frozenset({"p0"}))
-    assert route(LONG, [P0, P1, picky]) == Route("p1", "d0")
-    assert route(LONG, [P0, picky]) == Route(None, "d0")
+def test_worker_without_a_place_is_a_last_resort() -> None:
+    full = replace(D0, num_sequences=4, max_num_seqs=4)
+    assert route(LONG, [P0, full, replace(D1, num_sequences=9)]) == Route("p0", "d1")
+    assert chosen(LONG, [P0, full]).ttft_s > 0.4096 + 0.01 + EXPECTED_TOKENS * 0.02 / 4
 
 
-def test_workers_that_failed_are_avoided() -> None:
-    assert route(LONG, [P0, D0, D1], {"d0"}) == Route("p0", "d1")
-    assert route(LONG, [P0, D0], {"d0"}) is None
-    assert pick_prefill(LONG, [P0, P1, D0], D0, {"p0"}) == "p1"
-    assert pick_prefill(LONG, [P0, D0], D0, {"p0"}) is None
+def test_held_blocks_need_not_be_pulled() -> None:
+    """The pair together: D1 has one sequence more, but pulling 200 MB takes longer than that costs."""
+    request = replace(LONG, block_bytes=100 << 20, overlap={"d1": 30})
+    assert chosen(request, [P0, replace(D0, num_sequences=0), replace(D1, num_sequences=1)]).decode == "d1"
+    assert chosen(replace(request, block_bytes=1 << 10), [P0, D0, replace(D1, num_sequences=9)]).decode == "d0"
+
+
+def test_faster_path_is_taken() -> None:
+    near = replace(D0, bytes_per_s={"p0": 1e9, "p1": 1e8}, num_sequences=4)
+    workers = [replace(P0, num_waiting_tokens=1000), P1, near]
+    assert chosen(replace(LONG, block_bytes=10 << 20), workers).prefill == "p0"
+    assert chosen(replace(LONG, block_bytes=1 << 10), workers).prefill == "p1"
+
+
+# Reading where one decodes: the same comparison
+
+
+def test_short_prompt_is_read_where_it_is_decoded() -> None:
+    """Two times 20 tokens (for it, and for whoever may come) take less than a handover."""
+    assert route(replace(LONG, local_prefill_tokens=0, num_prompt_tokens=20), [P0, D0]) == Route(None, "d0")
+    assert route(replace(LONG, local_prefill_tokens=0, num_prompt_tokens=30), [P0, D0]) == Route("p0", "d0")
+    assert route(replace(LONG, num_prompt_tokens=64), [P0, D0]) == Route(None, "d0")  # a decode worker's own rule
+    assert route(replace(LONG, num_prompt_tokens=65), [P0, D0]) == Route("p0", "d0")
+
+
+def test_decode_worker_that_holds_most_of_it_reads_the_rest() -> None:
+    """It has 96 tokens left, and two times those take less than a fetch of 29 blocks, those, and a handover."""
+    request = replace(LONG, block_bytes=1_000_000, overlap={"d0": 29})
+    assert route(request, [P0, D0]) == Route(None, "d0")
+    assert route(replace(request, overlap={"d0": 10}), [P0, D0]) == Route("p0", "d0", Source("d0", 10))
+
+
+def test_streams_count() -> None:
+    request = replace(LONG, block_bytes=1_000_000, overlap={"d0": 29})
+    assert chosen(request, [P0, replace(D0, num_sequences=1)]).prefill is None
+    assert chosen(request, [P0, replace(D0, num_sequences=8)]).prefill == "p0"  # each of 8 would lose 38 ms
+
+
+def test_long_queue_for_prefill_is_passed_by() -> None:
+    assert chosen(LONG, [replace(P0, num_waiting_tokens=500), D0]).prefill == "p0"
+    assert chosen(LONG, [replace(P0, num_waiting_tokens=2000), D0]).prefill is None
+
+
+def test_streams_are_not_pushed_beyond_the_limit() -> None:
+    """A chunk of 512 tokens makes one step of 20 ms into one of 225 ms."""
+    queue = [replace(P0, num_waiting_tokens=20_000), replace(D0, num_sequences=1)]
+    assert chosen(LONG, queue).prefill is None
+    assert chosen(replace(LONG, slo_itl_s=0.1), queue).prefill == "p0"
+    assert chosen(replace(LONG, slo_itl_s=0.3), queue).prefill is None
+    assert chosen(replace(LONG, slo_itl_s=0.1), [replace(queue[0]), D0]).prefill is None  # nobody is hurt
+    assert chosen(replace(LONG, slo_itl_s=0.1), [queue[0], replace(queue[1], chunk_tokens=32)]).prefill is None
+
+
+def test_where_nothing_is_known_of_prefixes_prompts_go_to_prefill_workers() -> None:
+    """An index that is down must not send prompts to decode workers."""
+    for num_tokens in (65, 200, 1024, 30_000):
+        assert chosen(replace(LONG, num_prompt_tokens=num_tokens, overlap={}), [P0, P1, D0, D1]).prefill is not None
+
+
+# Fetching from a peer
+
+
+def test_history_on_a_decode_worker_is_fetched_by_prefill() -> None:
+    request = replace(LONG, block_bytes=700_000, overlap={"d0": 20})
+    found = chosen(request, [P0, D0])
+    assert found == Route("p0", "d0", Source("d0", 20))
+    assert found.num_tokens == 1024 - 20 * 32
+    assert found.ttft_s == pytest.approx(0.01 + 20 * 700_000 / 1e9 + 384 * 0.0004 + 0.01)
+
+
+def test_fetching_must_beat_computing() -> None:
+    busy = replace(D0, num_sequences=4)
+    slow = replace(LONG, block_bytes=20_000_000, overlap={"d0": 20})  # 20 ms a block; computing one takes 12.8 ms
+    assert route(slow, [P0, busy]) == Route("p0", "d0")
+    assert route(replace(slow, block_bytes=10_000_000), [P0, busy]) == Route("p0", "d0", Source("d0", 20))
+
+
+def test_idle_prefill_worker_fetches_from_the_busy_one() -> None:
+    request = replace(LONG, block_bytes=700_000, overlap={"p0": 30})
+    busy = replace(P0, num_waiting_tokens=1000)
+    assert route(request, [busy, P1, D0]) == Route("p1", "d0", Source("p0", 30))
+
+
+def test_source_that_holds_no_more_is_none() -> None:
+    request = replace(LONG, block_bytes=1000, overlap={"p0": 20, "d0": 20})
+    assert route(request, [P0, D0]) == Route("p0", "d0")
+
+
+def test_nothing_is_fetched_where_kv_must_not_travel() -> None:
+    strangers = replace(D0, unpaired=frozenset({"p1"}))
+    request = replace(LONG, block_bytes=1000, overlap={"d0": 30})
+    assert pick_prefill(request, [P1, strangers, D1], D1) == Route("p1", "d1")
+    assert chosen(replace(LONG, overlap={"a0": 30}), [P0, replace(A0, num_sequences=99), D0]).source is None
+
+
+def test_decode_worker_fetches_too() -> None:
+    """Nobody else can read it, and a peer that reads prompts no more still holds it."""
+    elsewhere = replace(D1, num_sequences=50)
+    request = replace(LONG, block_bytes=700_000, overlap={"d1": 31})
+    assert route(request, [D0, elsewhere]) == Route(None, "d0", Source("d1", 31))
+
+
+# No herd
 
 
 def test_ties_are_spread_evenly() -> None:
     routed: Counter[str | None] = Counter()
     for _ in range(60):
         workers = [replace(worker, num_routed=routed[worker.worker_id]) for worker in (P0, P1, D0, D1)]
-        chosen = route(LONG, workers)
-        assert chosen is not None
-        routed.update((chosen.prefill, chosen.decode))
+        found = chosen(LONG, workers)
+        routed.update((found.prefill, found.decode))
     assert set(routed.values()) == {30}
 
 
-def test_order_of_workers_does_not_matter() -> None:
+def test_hot_prefix_spreads_once_its_queue_is_longer_than_a_recompute() -> None:
+    """40 requests at once for a prompt of which only p0 holds 24 blocks of 32."""
+    workers = {f"p{number}": WorkerView(f"p{number}", "prefill") for number in range(4)}
+    busy = replace(D0, num_sequences=60)
+    given: Counter[str | None] = Counter()
+    for _ in range(40):
+        found = chosen(replace(LONG, overlap={"p0": 24}, block_bytes=10_000_000), [*workers.values(), busy])
+        assert found.prefill is not None
+        given[found.prefill] += 1
+        worker = workers[found.prefill]
+        workers[found.prefill] = replace(worker, num_waiting_tokens=worker.num_waiting_tokens + found.num_tokens)
+    assert len(given) == 4
+    assert given.most_common(1)[0][0] == "p0"
+
+
+@EVERY_POLICY
+def test_order_of_workers_does_not_matter(policy: PolicyName) -> None:
     workers = [P0, P1, D0, D1, A0]
-    assert route(LONG, workers) == route(LONG, workers[::-1])
+    assert route(LONG, workers, policy=policy) == route(LONG, workers[::-1], policy=policy)
+
+
+# Limits
+
+
+def test_pair_that_meets_the_limits_is_preferred() -> None:
+    slow_tokens = replace(D0, speeds=Speeds(decode_step_s=0.05, handover_s=0.0))
+    slow_start = replace(D1, num_available_blocks=0)  # waits 1.3 s for blocks
+    assert chosen(replace(LONG, slo_itl_s=0.1, slo_ttft_s=9), [P0, slow_tokens, slow_start]).decode == "d1"
+    assert chosen(replace(LONG, slo_itl_s=0.04), [P0, slow_tokens, slow_start]).decode == "d1"
+    assert chosen(replace(LONG, slo_ttft_s=1.0), [P0, slow_tokens, slow_start]).decode == "d0"
+
+
+# Many workers
+
+
+def test_first_choice_among_hundreds_is_that_among_all() -> None:
+    """The best pair is found although pairs are formed of a few only."""
+    prefills = [WorkerView(f"p{number}", "prefill", num_waiting_tokens=100 * (number % 37)) for number in range(300)]
+    decodes = [WorkerView(f"d{number}", "decode", num_sequences=1 + number % 23) for number in range(300)]
+    best_prefill, best_decode = replace(P0, worker_id="best p"), replace(D0, worker_id="best d")
+    assert route(LONG, [*prefills[1:], *decodes, best_prefill, best_decode]) == Route("best p", "best d")
+    holder = replace(decodes[200], num_sequences=2)
+    request = replace(LONG, block_bytes=30_000_000, overlap={"d200": 32})
+    assert route(request, [*prefills, *decodes[:200], holder]) == Route(None, "d200")
+
+
+# The other rules
+
+
+def test_round_robin_takes_turns() -> None:
+    busy = replace(P1, num_waiting_tokens=10_000)
+    assert route(LONG, [replace(P0, num_routed=5), busy, D0], policy="round-robin") == Route("p1", "d0")
+    assert chosen(LONG, [P0, replace(D0, num_routed=5), replace(D1, num_sequences=99)], "round-robin").decode == "d1"
+
+
+def test_least_loaded_ignores_what_is_held() -> None:
+    request = replace(LONG, overlap={"p1": 31, "d1": 31})
+    workers = [P0, replace(P1, num_waiting_tokens=1), D0, replace(D1, num_sequences=1)]
+    assert route(request, workers, policy="least-loaded") == Route("p0", "d0")
+
+
+def test_prefix_ignores_load_until_prefixes_are_equal() -> None:
+    busy = [replace(P1, num_waiting_tokens=10_000), replace(D1, num_sequences=99)]
+    assert route(replace(LONG, overlap={"p1": 1, "d1": 1}), [P0, D0, *busy], policy="prefix") == Route("p1", "d1")
+    assert route(LONG, [P0, D0, *busy], policy="prefix") == Route("p0", "d0")

@@ -1,0 +1,253 @@
+"""What it would cost to serve a request here or there, in predicted seconds. Pure arithmetic over plain records.
+
+With n tokens in the prompt, h of them held, S sequences on the worker and c choices asked for:
+
+    compute(w, h)  = (n - h) * (prefill_token_s + prefill_attended_s * (n + h) / 2)
+    fetch(w, x)    = handover_s + bytes(blocks of x beyond those of w) / bandwidth
+    read(w)        = compute(w, h_w), or fetch(w, x) + compute(w, h_x) when a peer x holds more and that is faster
+    queue(w)       = tokens waiting ahead * prefill_token_s
+    itl(D)         = decode_step_s + decode_sequence_s * (S + c)
+    room(D)        = the time until others have finished, when D has no block or no place left
+    pull(P, D)     = handover_s + what is left of bytes(blocks that D lacks) / bandwidth once P has computed
+
+    first token through P   queue(P) + read(P) + pull(P, D) + room(D)
+    first token on D alone  queue(D) + read(D) + room(D)
+    stall(D)                compute(D) for each of its S streams; for one that may come, where there is none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+
+from tandem.workers.types import Role
+
+EXPECTED_TOKENS = 64
+"""Of an answer. So many milliseconds of a first token are worth one millisecond between tokens."""
+START_BYTES_PER_S = 1e9
+"""Between two workers that have not measured their path."""
+NUM_SOURCES = 4
+"""A source is looked for among so many that hold most of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of one worker, in seconds; see `WorkerSpeeds`. The defaults stand for a worker of which nothing is known while
+    nobody else was measured either: a small model on one core. Proportions matter more than the values."""
+
+    prefill_token_s: float = 0.0004
+    prefill_attended_s: float = 0.0
+    decode_step_s: float = 0.02
+    decode_sequence_s: float = 0.0005
+    handover_s: float = 0.01
+    """From the end of prefill to the sequence joining the batch. A fetch from a peer, which is a handover of what is
+    there already, takes as long besides its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What the policy knows of one live worker."""
+
+    worker_id: str
+    role: Role
+    num_sequences: int = 0
+    """Running and waiting."""
+    num_waiting_tokens: int = 0
+    """Prompt tokens that are promised to it and not yet computed."""
+    num_available_blocks: int = 1 << 30
+    """Free blocks and cached ones, which can be evicted."""
+    num_routed: int = 0
+    """Requests ever given to it by this gateway: breaks ties."""
+    unpaired: frozenset[str] = frozenset()
+    """Prefill workers from which this decode worker must not take KV."""
+    speeds: Speeds = Speeds()
+    chunk_tokens: int = 512
+    """Most prompt tokens in one of its steps."""
+    max_num_seqs: int | None = None
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Of a decode worker: bandwidth from each prefill worker that it is paired with."""
+
+    @property
+    def queue_s(self) -> float:
+        return self.num_waiting_tokens * self.speeds.prefill_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What the policy knows of one request. `overlap`: blocks of its prompt that each worker is said to hold."""
+
+    num_prompt_tokens: int
+    num_choices: int = 1
+    block_size: int = 32
+    block_bytes: int = 0
+    local_prefill_tokens: int = 64
+    """A decode worker that misses no more reads it itself, whatever it is told."""
+    overlap: Mapping[str, int] = field(default_factory=dict)
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+
+    def num_held_tokens(self, worker_id: str) -> int:
+        """Prompt tokens that this worker need not compute or fetch. The last token is always computed."""
+        return min(self.overlap.get(worker_id, 0) * self.block_size, self.num_prompt_tokens - 1)
+
+    def num_missing_tokens(self, worker_id: str) -> int:
+        return self.num_prompt_tokens - self.num_held_tokens(worker_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker from which the first `num_blocks` blocks of the prompt can be fetched."""
+
+    worker_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How one worker would read a prompt."""
+
+    read_s: float
+    compute_s: float
+    """The part of it that computes."""
+    num_tokens: int
+    """That are computed."""
+    source: Source | None = None
+
+
+def find_sources(request: RequestView, workers: Sequence[WorkerView]) -> list[WorkerView]:
+    """The workers that hold most of the prompt, the most first. Aggregated ones neither give nor take KV."""
+    overlap = request.overlap
+    if not overlap:
+        return []
+    holders = [
+        (-overlap[worker.worker_id], worker.num_routed, worker.worker_id, worker)
+        for worker in workers
+        if worker.worker_id in overlap and worker.role != "aggregated"
+    ]
+    return [worker for *_, worker in nsmallest(NUM_SOURCES, holders)]
+
+
+def read(request: RequestView, worker: WorkerView, sources: Sequence[WorkerView]) -> Reading:
+    """The faster of computing what the worker does not hold, and of fetching more from the best source first."""
+    num_held = request.num_held_tokens(worker.worker_id)
+    compute_s = _compute_s(request, worker, num_held)
+    alone = Reading(compute_s, compute_s, request.num_prompt_tokens - num_held)
+    source = None if worker.role == "aggregated" else _best_source(worker, sources)
+    if source is None:
+        return alone
+    num_blocks = request.num_held_tokens(source.worker_id) // request.block_size
+    num_fetched = num_blocks - num_held // request.block_size
+    if num_fetched <= 0:
+        return alone
+    num_then_held = num_blocks * request.block_size
+    fetch_s = worker.speeds.handover_s + num_fetched * request.block_bytes / bytes_per_s(worker, source)
+    compute_s = _compute_s(request, worker, num_then_held)
+    if fetch_s + compute_s >= alone.read_s:
+        return alone
+    num_tokens = request.num_prompt_tokens - num_then_held
+    return Reading(fetch_s + compute_s, compute_s, num_tokens, Source(source.worker_id, num_blocks))
+
+
+def _compute_s(request: RequestView, worker: WorkerView, num_held: int) -> float:
+    num_tokens, speeds = request.num_prompt_tokens, worker.speeds
+    mean_attended = (num_tokens + num_held) * 0.5
+    return (num_tokens - num_held) * (speeds.prefill_token_s + speeds.prefill_attended_s * mean_attended)
+
+
+def _best_source(worker: WorkerView, sources: Sequence[WorkerView]) -> WorkerView | None:
+    for source in sources:
+        if source is not worker and can_exchange(worker, source):
+            return source
+    return None
+
+
+def can_exchange(one: WorkerView, other: WorkerView) -> bool:
+    return other.worker_id not in one.unpaired and one.worker_id not in other.unpaired
+
+
+def bytes_per_s(one: WorkerView, other: WorkerView) -> float:
+    """Measured when a decode worker is paired with a prefill worker; taken to be the same both ways."""
+    measured = one.bytes_per_s.get(other.worker_id) or other.bytes_per_s.get(one.worker_id)
+    return measured or START_BYTES_PER_S
+
+
+def itl_s(request: RequestView, decode: WorkerView) -> float:
+    """Between two tokens on this worker once the request has joined."""
+    speeds = decode.speeds
+    return speeds.decode_step_s + speeds.decode_sequence_s * (decode.num_sequences + request.num_choices)
+
+
+def room_s(request: RequestView, decode: WorkerView) -> float:
+    """How long until the worker has blocks and places for the request: an answer takes `EXPECTED_TOKENS` steps."""
+    wait_s = 0.0
+    num_needed = -(-request.num_missing_tokens(decode.worker_id) // request.block_size) + request.num_choices - 1
+    if num_needed > decode.num_available_blocks:
+        wait_s = EXPECTED_TOKENS * itl_s(request, decode)
+    if decode.max_num_seqs is not None:
+        num_ahead = decode.num_sequences + request.num_choices - decode.max_num_seqs
+        if num_ahead > 0:
+            wait_s += EXPECTED_TOKENS * itl_s(request, decode) * num_ahead / decode.max_num_seqs
+    return wait_s
+
+
+def transfer_s(request: RequestView, prefill: WorkerView, decode: WorkerView) -> float:
+    num_blocks = -(-request.num_missing_tokens(decode.worker_id) // request.block_size)
+    return num_blocks * request.block_bytes / bytes_per_s(decode, prefill)
+
+
+def pull_s(request: RequestView, prefill: WorkerView, decode: WorkerView, reading: Reading) -> float:
+    """From the end of prefill to the first token: decode pulls while prefill computes, and waits for what is left."""
+    return decode.speeds.handover_s + max(0.0, transfer_s(request, prefill, decode) - reading.compute_s)
+
+
+def stall_s(decode: WorkerView, reading: Reading) -> float:
+    """What others lose when a decode worker reads a prompt itself, added up. An idle one is not free either: whoever
+    comes meanwhile waits."""
+    return reading.compute_s * max(1, decode.num_sequences)
+
+
+def itl_while_reading_s(request: RequestView, decode: WorkerView, reading: Reading) -> float:
+    """The longest step that the streams of a decode worker see while it reads a prompt itself."""
+    num_tokens = min(reading.num_tokens, decode.chunk_tokens)
+    return itl_s(request, decode) + reading.compute_s * num_tokens / reading.num_tokens
+
+
+# Orders over all workers, for a first choice among hundreds: flat loops, because they are most of a decision's time
+
+
+Ranked = tuple[float, int, str, WorkerView]
+"""(cost in seconds, requests given, id, worker)"""
+
+
+def rank_prefills(request: RequestView, prefills: Iterable[WorkerView], sources: Sequence[WorkerView]) -> list[Ranked]:
+    """queue(w) + read(w), in no order; a fetch is taken to come from the best source at the usual bandwidth."""
+    num_tokens, block_size, overlap = request.num_prompt_tokens, request.block_size, request.overlap
+    most = request.num_held_tokens(sources[0].worker_id) if sources else 0
+    block_s = request.block_bytes / START_BYTES_PER_S
+    ranked: list[Ranked] = []
+    for worker in prefills:
+        speeds = worker.speeds
+        token_s, half_s = speeds.prefill_token_s, speeds.prefill_attended_s * 0.5
+        held = min(overlap[worker.worker_id] * block_size, num_tokens - 1) if worker.worker_id in overlap else 0
+        read_s = (num_tokens - held) * (token_s + half_s * (num_tokens + held))
+        if held < most:
+            fetch_s = speeds.handover_s + (most - held) // block_size * block_s
+            read_s = min(read_s, fetch_s + (num_tokens - most) * (token_s + half_s * (num_tokens + most)))
+        ranked.append((worker.num_waiting_tokens * token_s + read_s, worker.num_routed, worker.worker_id, worker))
+    return ranked
+
+
+def rank_decodes(request: RequestView, decodes: Iterable[WorkerView]) -> list[Ranked]:
+    """EXPECTED_TOKENS * itl(w) + room(w), in no order."""
+    num_choices = request.num_choices
+    most_needed = -(-request.num_prompt_tokens // request.block_size) + num_choices
+    ranked: list[Ranked] = []
+    for worker in decodes:
+        speeds, num_sequences = worker.speeds, worker.num_sequences + num_choices
+        cost_s = EXPECTED_TOKENS * (speeds.decode_step_s + speeds.decode_sequence_s * num_sequences)
+        is_full = worker.max_num_seqs is not None and num_sequences > worker.max_num_seqs
+        if is_full or worker.num_available_blocks < most_needed:
+            cost_s += room_s(request, worker)
+        ranked.append((cost_s, worker.num_routed, worker.worker_id, worker))
+    return ranked
