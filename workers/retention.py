@@ -26,7 +26,7 @@ class Grant:
 
     def covers(self, other: Grant) -> bool:
         """Whether it is never the lower of the two."""
-        if self.priority >= DEFAULT_PRIORITY > other.priority:
+        if self.priority >= DEFAULT_PRIORITY >= other.priority:
             return True
         if self.priority < DEFAULT_PRIORITY:  # running out raises it
             return self.priority >= other.priority and self.duration_s <= other.duration_s

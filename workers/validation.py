@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.workers.errors import RequestError
-from tandem.workers.types import Choice, Request, SamplingParams
+from tandem.workers.types import Choice, Request, Retention, SamplingParams
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", lambda value: value >= 1, "must be at least 1"),
@@ -34,6 +34,7 @@ def validate_sampling(params: SamplingParams) -> None:
 def validate_request(request: Request, *, max_model_len: int, capacity: int, vocab_size: int, hold: bool) -> None:
     """Raises `RequestError` for a request that a worker with `capacity` tokens of KV could never finish."""
     validate_sampling(request.sampling)
+    _validate_retention(request.retention)
     indices = [choice.index for choice in request.choices]
     if not indices or len(set(indices)) != len(indices):
         raise RequestError("a request needs at least one choice, each with its own index", param="n")
@@ -52,6 +53,15 @@ def validate_request(request: Request, *, max_model_len: int, capacity: int, voc
     for ids in (request.prompt_token_ids, *(choice.emitted_token_ids for choice in request.choices)):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
+
+
+def _validate_retention(retention: Retention) -> None:
+    if not 0 <= retention.priority <= 100:
+        raise RequestError(f"a priority must be from 0 to 100, but is {retention.priority}", param="kv_retention")
+    if retention.duration_s is not None and not 0 < retention.duration_s < math.inf:
+        raise RequestError(
+            f"a duration must be finite and above 0, but is {retention.duration_s}", param="kv_retention"
+        )
 
 
 def _validate_choice(choice: Choice, max_tokens: int) -> None:

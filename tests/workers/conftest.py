@@ -12,7 +12,7 @@ from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine
 from tandem.workers.fake_runner import FakeRunner
 from tandem.workers.prefix_cache import CacheEvent
-from tandem.workers.types import Choice, ModelIdentity, Request, SamplingParams
+from tandem.workers.types import Choice, ModelIdentity, Request, Retention, SamplingParams
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def make_request() -> Callable[..., Request]:
         seed: int = 0,
         salt: str = "",
         emitted: dict[int, list[int]] | None = None,
+        retention: Retention | None = None,
         **sampling: Any,
     ) -> Request:
         choices = (emitted or {0: []}).items()
@@ -68,6 +69,7 @@ def make_request() -> Callable[..., Request]:
             sampling=SamplingParams(max_tokens=max_tokens, seed=seed, **sampling),
             choices=tuple(Choice(index=index, emitted_token_ids=tuple(ids)) for index, ids in choices),
             salt=salt,
+            retention=retention or Retention(),
         )
 
     return make

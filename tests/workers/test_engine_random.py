@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import pytest
 from engine_play import MakeEngine, MakeRequest, fill, next_token, runner_of
@@ -10,6 +13,7 @@ from engine_play import MakeEngine, MakeRequest, fill, next_token, runner_of
 from tandem.workers.engine import StepOutput
 from tandem.workers.fake_runner import expected_tokens
 from tandem.workers.sequence import Sequence
+from tandem.workers.types import Retention
 
 
 class World:
@@ -27,18 +31,56 @@ class World:
             local_prefill_tokens=rng.choice([0, 8]),
         )
         self.engine.on_incoming = self.handovers_append
+        self.engine.cache.on_evict = self.on_evict
+        self.engine.cache._clock = lambda: self.now
+        self.engine.scheduler.tiers = self
+        self.engine.scheduler.is_fill_faster = lambda sequence: rng.random() < 0.8
+        self.now = 0.0
+        self.stored: dict[bytes, Any] = {}
+        """KV of evicted blocks, by key."""
+        self.computed: dict[int, set[int]] = {}
+        """Positions computed for a sequence, by its order."""
         self.handovers: list[Sequence] = []
         self.late_writes: list[list[int]] = []
         self.held: list[Sequence] = []
         self.got: dict[tuple[str, int], list[int]] = {}
         self.num_finished = 0
+        self.num_exact = 0
+        self.num_filled = 0
         self.count = 0
         self.is_closing = False
+
+    # A lower tier that forgets now and then
+
+    def num_held(self, keys: SequenceOf[bytes]) -> int:
+        return sum(1 for _ in itertools.takewhile(self.stored.__contains__, keys))
+
+    def on_evict(self, key: bytes, parent_key: bytes | None, tokens: object, block_id: int, priority: int) -> None:
+        self.stored[key] = runner_of(self.engine).kv[block_id].copy()
+        while len(self.stored) > 20:
+            del self.stored[self.rng.choice(list(self.stored))]
+
+    def restore(self, sequence: Sequence) -> None:
+        """What the tier still has of what it said it had, and then something from a peer."""
+        first = sequence.num_computed // 4
+        keys = sequence.block_keys[first : first + sequence.num_tier_blocks]
+        num_held = self.num_held(keys)
+        for index, key in enumerate(keys[:num_held], first):
+            runner_of(self.engine).kv[sequence.block_ids[index]] = self.stored[key]
+        self.engine.blocks_arrived(sequence, 4 * (first + num_held), "host")
+        if sequence.num_source_blocks > first + num_held and not sequence.is_finished:
+            end = 4 * self.rng.randrange(first + num_held, sequence.num_source_blocks + 1)
+            fill(self.engine, sequence, sequence.num_computed, end)
+            self.engine.blocks_arrived(sequence, end, "peer")
+        self.check()
+
+    # Everybody
 
     def handovers_append(self, sequence: Sequence) -> None:
         self.handovers.append(sequence)
 
     def act(self) -> None:
+        self.now += self.rng.random()
         acts = [self.arrive] * 3 + [self.step] * 8 + [self.cancel, self.hand_over, self.hand_over, self.release]
         self.rng.choice([*acts, self.end_quarantine])()
         self.check()
@@ -61,15 +103,25 @@ class World:
             emitted[choice] = expected_tokens(prompt, known, seed=seed, choice=choice)
         stop = tuple(range(100)) if rng.random() < 0.3 else ()
         request = self.make_request(
-            str(self.count), prompt, max_tokens=max_tokens, seed=seed, emitted=emitted, stop_token_ids=stop
+            str(self.count),
+            prompt,
+            max_tokens=max_tokens,
+            seed=seed,
+            emitted=emitted,
+            stop_token_ids=stop,
+            retention=Retention(priority=rng.choice([0, 35, 80]), duration_s=rng.choice([None, 5.0])),
+            salt=rng.choice(["red", "red", "blue"]),
         )
         kind = rng.choice([{}, {"wants_remote": True}, {"hold": True}])
-        self.engine.add(request, **kind)
+        self.engine.add(request, **kind, num_source_blocks=rng.choice([0, 0, 3, 9]))
 
     def step(self) -> None:
         step = self.engine.schedule()
         if step is None:
             return
+        for chunk in step.chunks:
+            start = chunk.sequence.num_computed
+            self.computed.setdefault(chunk.sequence.order, set()).update(range(start, start + chunk.num_tokens))
         self.meddle()
         results = None if self.rng.random() < 0.02 else runner_of(self.engine).execute(step.batch)
         self.meddle()
@@ -87,6 +139,8 @@ class World:
         if output.token is None:
             return
         known = sequence.token_ids[sequence.num_prompt_tokens :]
+        if (sequence.request_id, sequence.choice) not in self.got:
+            self.check_cached(sequence)
         tokens = self.got.setdefault((sequence.request_id, sequence.choice), known[:-1])
         tokens.append(output.token.token_id)
         assert tokens == known
@@ -98,6 +152,15 @@ class World:
         self.num_finished += 1
         if sequence.hold:
             self.held.append(sequence)
+
+    def check_cached(self, sequence: Sequence) -> None:
+        """At its first token: what counts as cached was not computed for it, and all that was not counts."""
+        prompt = range(sequence.num_prompt_tokens)
+        num_found = len(set(prompt) - self.computed.get(sequence.order, set()))
+        assert sequence.cached.total <= num_found
+        if sequence.joined_at is None and sequence.num_admissions == 1:
+            assert sequence.cached.total == num_found
+            self.num_exact += 1
 
     def cancel(self) -> None:
         if self.engine._requests and self.rng.random() < 0.3:
@@ -112,13 +175,17 @@ class World:
         if not self.handovers:
             return
         sequence = self.handovers.pop(self.rng.randrange(len(self.handovers)))
+        self.restore(sequence)
         fate = self.rng.random()
         if fate < 0.2 and not self.quarantine(sequence):
             return
         num_valid = self.rng.randrange(sequence.num_computed, len(sequence.token_ids) + 1)
         if sequence.is_finished:
             assert self.engine.release_incoming(sequence)
-        elif fate < 0.5:
+        elif not sequence.wants_remote and fate < 0.8:
+            self.engine.handover_abandoned(sequence, sequence.num_computed)
+            self.num_filled += sequence.cached.total > sequence.cached.pool
+        elif fate < 0.5 or not sequence.wants_remote:
             fill(self.engine, sequence, sequence.num_computed, num_valid)
             self.engine.handover_abandoned(sequence, num_valid)
         else:
@@ -156,7 +223,9 @@ class World:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives(make_engine: MakeEngine, make_request: MakeRequest, seed: int) -> None:
     world = World(random.Random(seed), make_engine, make_request)
-    for _ in range(4000):
+    for _ in range(3000):
         world.act()
     world.finish()
+    assert world.num_exact > 50
+    assert world.num_filled > 10
     assert world.num_finished > 100, "too few requests lived to their end for this to show anything"

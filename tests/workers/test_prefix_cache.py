@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
+from tandem.workers import prefix_cache
 from tandem.workers.prefix_cache import PrefixCache
+from tandem.workers.types import Retention
 
 SIZE = 4
 
@@ -107,12 +112,75 @@ def test_used_again_counts_from_its_last_release(cache: PrefixCache) -> None:
     assert [cache.evict() for _ in range(2)] == [20, 10]
 
 
-def test_heap_of_leaves_does_not_grow_without_bound(cache: PrefixCache) -> None:
-    chain(cache, "a", 10)
+def test_heaps_do_not_grow_without_bound(cache: PrefixCache) -> None:
+    """And dropping what is stale keeps what is not, in order."""
+    kept = Retention(priority=50, duration_s=9.0)
+    for index, letter in enumerate("abcdefgh"):
+        cache.add(key(letter), None, tokens(letter), 10 + index, retention=kept)
+    cache.mark_idle(list(range(10, 17)))
     for _ in range(1000):
-        cache.mark_idle([10])
-        cache.mark_busy(10)
-    cache.mark_idle([10])
+        cache.mark_idle([17])
+        cache.mark_busy(17)
+    cache.mark_idle([17])
     assert len(cache._leaves) < 100
+    assert len(cache._ends) < 100
     cache.check()
-    assert cache.evict() == 10
+    assert [cache.evict() for _ in range(8)] == list(range(10, 18))
+
+
+# Inside a block
+
+
+def test_the_child_that_begins_with_most_is_found(cache: PrefixCache) -> None:
+    cache.add(b"root", None, [9, 9, 9, 9], 0)
+    texts = [[1, 2, 3, 4], [1, 2, 4, 4], [1, 3, 3, 3], [2, 2, 2, 2]]
+    for index, text in enumerate(texts):
+        cache.add(bytes(text), 0, text, 1 + index)
+    assert cache.match_inside(0, b"", [1, 2, 3, 9]) == (1, 3)
+    assert cache.match_inside(0, b"", [1, 2, 4]) == (2, 3)
+    assert cache.match_inside(0, b"", [1, 3, 0, 0]) == (3, 2)
+    assert cache.match_inside(0, b"", [2, 9, 9, 9]) == (4, 1)
+    assert cache.match_inside(0, b"", [3, 2, 3, 4]) is None
+    assert cache.match_inside(0, b"", []) is None
+    assert cache.match_inside(1, b"", [1, 2, 3]) is None, "no children"
+
+
+def test_first_blocks_are_found_under_their_own_root(cache: PrefixCache) -> None:
+    cache.add(b"red", None, [1, 2, 3, 4], 1, root=b"red")
+    assert cache.match_inside(None, b"red", [1, 2, 9]) == (1, 2)
+    assert cache.match_inside(None, b"blue", [1, 2, 9]) is None
+    cache.mark_idle([1])
+    cache.evict()
+    assert cache.match_inside(None, b"red", [1, 2, 9]) is None
+
+
+def test_one_child_of_many_is_found_with_few_comparisons(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    texts = {tuple(rng.choices(range(12), k=SIZE)) for _ in range(5000)}
+    for block, text in enumerate(sorted(texts, key=lambda _: rng.random())):
+        cache.add(bytes(text), None, text, block)
+    cache.check()
+    num_looked_at = 0
+
+    def count(node: prefix_cache.Node) -> tuple[int, ...]:
+        nonlocal num_looked_at
+        num_looked_at += 1
+        return node.token_ids
+
+    monkeypatch.setattr(prefix_cache, "_token_ids", count)
+    for _ in range(200):
+        wanted = rng.choices(range(12), k=rng.randrange(1, SIZE + 1))
+        best = max(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(t, wanted))) for t in texts)
+        found = cache.match_inside(None, b"", wanted)
+        assert found is not None
+        assert found[1] == best
+    assert num_looked_at < 200 * 14
+
+
+def test_colliding_children_can_be_told_apart(cache: PrefixCache) -> None:
+    for block in (10, 11):
+        cache.add(key(str(block)), None, tokens("a"), block)
+    cache.mark_idle([11])
+    assert cache.evict() == 11
+    cache.check()
+    assert 10 in cache
