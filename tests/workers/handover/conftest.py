@@ -193,6 +193,8 @@ class Bench:
                 await asyncio.sleep(0.01)
         for server in self.servers:
             server.engine.check()
+            if server.tiers is not None:
+                server.tiers.check()
 
     async def close(self) -> None:
         for gateway in self.gateways:
@@ -203,6 +205,8 @@ class Bench:
 
 def is_at_rest(server: WorkerServer) -> bool:
     counts = server.engine.counts()
+    if server.tiers is not None and not server.tiers.is_at_rest:
+        return False
     return counts.used == counts.incoming == counts.quarantined == 0 and counts.is_consistent()
 
 
