@@ -293,7 +293,6 @@ class Scheduler:
             sequence.copy = BlockCopy(reuse.source, sequence.block_ids[num_shared], reuse.num_copied)
         sequence.num_computed = num_shared * self.block_size + reuse.num_copied
         sequence.num_registered = num_shared
-        sequence.leader = None
         self.names.retain(sequence)
 
     def _num_blocks(self, sequence: Sequence) -> int:

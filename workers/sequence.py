@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tandem.workers.batch import BlockCopy
+from tandem.workers.constraint import Constraint
 from tandem.workers.types import CachedTokens, Retention, SamplingParams
 
 
@@ -60,6 +61,8 @@ class Sequence:
     wants_remote: bool = False
     hold: bool = False
     retention: Retention = field(default_factory=Retention)
+    constraint: Constraint | None = None
+    """The biases, bans and grammar of `params`, where there are any."""
     num_source_blocks: int = 0
     """First blocks of the prompt that a peer is said to hold."""
 
@@ -81,7 +84,7 @@ class Sequence:
     siblings: list[Sequence] = field(default_factory=list)
     """On the first choice of a request: those that are BLOCKED until it has computed the prompt."""
     leader: Sequence | None = None
-    """The first choice, which may still have the prompt in its blocks when this one is admitted."""
+    """The first choice: while it lives, it has the prompt in its blocks."""
     copy: BlockCopy | None = None
     """Due with its next chunk, or part of the step in flight. The sequence owns the source, too; `num_computed` counts
     the copied tokens."""

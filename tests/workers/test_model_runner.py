@@ -7,17 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny_model import CONFIG, random_weights
 
 from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.model_runner import ModelRunner
-from tandem.workers.models.config import ModelConfig, RopeConfig
-from tandem.workers.models.weights import LayerWeights, ModelWeights
 from tandem.workers.step_inputs import build
 from tandem.workers.types import SamplingParams
 
-CONFIG = ModelConfig("llama", 499, 64, 96, 2, 6, 2, 16, 1e-5, 512, True, RopeConfig(10000.0))
 BLOCK_SIZE = 16
 BLOCKS_PER_SEQUENCE = 16
 NUM_SEQUENCES = 6
@@ -29,34 +27,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def random_weights(dtype: torch.dtype) -> ModelWeights:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
-
-    norm = torch.ones(64, dtype=dtype)
-    layers = tuple(
-        LayerWeights(
-            input_norm=norm,
-            qkv=random(160, 64),
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
-            output=random(64, 96),
-            output_bias=None,
-            post_norm=norm,
-            gate_up=random(192, 64),
-            gate_up_bias=None,
-            down=random(64, 96),
-            down_bias=None,
-        )
-        for _ in range(2)
-    )
-    embedding = random(499, 64) * 2
-    return ModelWeights(embedding, layers, norm, embedding)
 
 
 def make_runner(dtype: torch.dtype = torch.bfloat16, backend: str = "cpu", *, record: bool = True) -> ModelRunner:

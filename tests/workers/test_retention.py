@@ -129,6 +129,18 @@ def test_a_priority_ends_unless_the_prompt_is_used_again(
     assert is_cached(100) == (3 if is_kept else 0)
 
 
+def test_whoever_finds_a_prompt_may_ask_to_keep_it(
+    engine: Engine, make_request: MakeRequest, is_cached: Callable[[int], int]
+) -> None:
+    for priority in (35, 80):
+        engine.add(prompt(make_request, 100, priority))
+        run(engine)
+    for start in (200, 300, 400, 500):
+        engine.add(prompt(make_request, start))
+        run(engine)
+    assert is_cached(100) == 3
+
+
 def test_only_the_prompt_is_kept_longer(engine: Engine, make_request: MakeRequest) -> None:
     evicted: list[tuple[tuple[int, ...], int]] = []
     engine.cache.on_evict = lambda key, parent, tokens, block, priority: evicted.append((tokens, priority))
