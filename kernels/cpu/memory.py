@@ -34,7 +34,8 @@ class WeightArena:
 
 
 def _huge_region(num_bytes: int) -> Tensor:
-    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
+    # Private: Python shares by default, and shared memory gets huge pages only where the system is set up for it.
+    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE_BYTES

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "attention.h"
+#include "simd.h"
 
 namespace tandem {
 namespace attention_tiles {
@@ -47,15 +48,11 @@ inline void pack_keys(const char *from, int64_t width, char *to) {
 
 // V of 16 positions, `valid` of them inside the context, as one half of [steps of 32 dims][2 tiles][16 pairs of
 // positions][16 dims][2]. The dims of a step are not in order: what unpacking puts into its first tile is 0-3, 8-11,
-// 16-19 and 24-27. On the way the strip that comes later is fetched.
-inline void pack_values(const char *from, int64_t width, int64_t valid, Place ahead, char *to) {
+// 16-19 and 24-27. `between` is called for each pair of positions and step.
+template <class Between>
+inline void pack_values(const char *from, int64_t width, int64_t valid, char *to, Between between) {
     int64_t row_bytes = width * 2;
     for (int64_t i = 0; i < kStrip; i += 2, to += 64) {
-        if (ahead.k != nullptr)
-            for (int64_t byte = i * row_bytes; byte < (i + 2) * row_bytes; byte += 64) {
-                _mm_prefetch(ahead.k + byte, _MM_HINT_T1);
-                _mm_prefetch(ahead.v + byte, _MM_HINT_T1);
-            }
         // What lies behind the context may be NaN, which a weight of 0 would not silence.
         __mmask16 has_first = i < valid ? 0xFFFF : 0, has_second = i + 1 < valid ? 0xFFFF : 0;
         for (int64_t step = 0; step < width / 32; ++step) {
@@ -64,8 +61,22 @@ inline void pack_values(const char *from, int64_t width, int64_t valid, Place ah
             __m512i second = _mm512_maskz_loadu_epi32(has_second, row + row_bytes);
             _mm512_store_si512(to + step * 2048, _mm512_unpacklo_epi16(first, second));
             _mm512_store_si512(to + step * 2048 + 1024, _mm512_unpackhi_epi16(first, second));
+            between(i, step);
         }
     }
+}
+
+// The strip at `position`, copied to [16][width] with zeros behind head_dim and behind the context.
+inline Place copy_strip(const Attention &a, const Piece &piece, int64_t position, int64_t width, bf16 *k, bf16 *v) {
+    memset(k, 0, kStrip * width * 2);
+    memset(v, 0, kStrip * width * 2);
+    int64_t row_bytes = a.head_dim * 2, valid = std::min(piece.context - position, kStrip);
+    for (int64_t i = 0; i < valid; ++i) {
+        Place place = place_of(a, piece, position + i, row_bytes);
+        memcpy(k + i * width, place.k, row_bytes);
+        memcpy(v + i * width, place.v, row_bytes);
+    }
+    return {reinterpret_cast<char *>(k), reinterpret_cast<char *>(v)};
 }
 
 }  // namespace attention_tiles
