@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Const, Getattr, Getitem, Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -58,24 +58,43 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self.names = _names(environment.parse(source))
         except TemplateError as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that asks for the assistant's next message. Raises `RequestError` when the template refuses."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of the prompt. `variables`: further ones that the template may read. Raises `RequestError` when the
+        template refuses."""
+        given = dict(variables or {})
+        given |= {
+            "messages": [dict(message) for message in messages],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            return self._template.render(given)
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             # a template is somebody else's program: what it trips over is not our bug
             raise RequestError("the chat template cannot render these messages", param="messages") from error
+
+
+def _names(tree: Node) -> frozenset[str]:
+    """Every variable, attribute and key that the template mentions: what it does not mention, it cannot show."""
+    names = {node.name for node in tree.find_all(Name)} | {node.attr for node in tree.find_all(Getattr)}
+    keys = (node.arg.value for node in tree.find_all(Getitem) if isinstance(node.arg, Const))
+    return frozenset(names | {key for key in keys if isinstance(key, str)})

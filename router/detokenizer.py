@@ -107,25 +107,31 @@ class TokenTable:
             return token.replace(SENTENCEPIECE_SPACE, " ").encode()
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """A detokenizer for an answer to this prompt."""
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], hidden: frozenset[int] | None = None) -> Detokenizer:
+        """A detokenizer for an answer to this prompt. `hidden`: control tokens that do not show; by default all."""
+        hidden = self._special if hidden is None else hidden
         if self.family == "other":
-            return WindowDetokenizer(self._tokenizer, self, prompt_token_ids)
+            return WindowDetokenizer(self._tokenizer, hidden, prompt_token_ids)
         # the last few tokens tell whether any text stands before the answer
         is_start_of_text = all(self.is_special(token_id) for token_id in prompt_token_ids)
-        return ByteDetokenizer(self, strips_space=self._strips_first_space and is_start_of_text)
+        return ByteDetokenizer(self, hidden, strips_space=self._strips_first_space and is_start_of_text)
 
 
 class ByteDetokenizer:
     """Exact: the tokens' bytes through an incremental UTF-8 decoder."""
 
-    def __init__(self, table: TokenTable, *, strips_space: bool) -> None:
+    def __init__(self, table: TokenTable, hidden: frozenset[int], *, strips_space: bool) -> None:
         self._table = table
+        self._hidden = hidden
         self._strips_space = strips_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._table.is_special(token_id):
+        if token_id in self._hidden:
             return ""
         content = self._table.bytes_of(token_id)
         if self._strips_space and content:
@@ -143,14 +149,14 @@ class WindowDetokenizer:
     Text that ends in U+FFFD waits for the tokens that make it whole.
     """
 
-    def __init__(self, tokenizer: RawTokenizer, table: TokenTable, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: RawTokenizer, hidden: frozenset[int], prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._table = table
-        self._settled = [i for i in prompt_token_ids[-WINDOW_PROMPT_TOKENS:] if not table.is_special(i)]
+        self._hidden = hidden
+        self._settled = [i for i in prompt_token_ids[-WINDOW_PROMPT_TOKENS:] if i not in hidden]
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        if self._table.is_special(token_id) or self._tokenizer.id_to_token(token_id) is None:
+        if token_id in self._hidden or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._pending.append(token_id)
         text = self._difference()
@@ -165,8 +171,9 @@ class WindowDetokenizer:
         return text
 
     def _difference(self) -> str:
-        before = self._tokenizer.decode(self._settled)
-        after = self._tokenizer.decode(self._settled + self._pending)
+        # hidden ids never come this far
+        before = self._tokenizer.decode(self._settled, skip_special_tokens=False)
+        after = self._tokenizer.decode(self._settled + self._pending, skip_special_tokens=False)
         if after.startswith(before):
             return after[len(before) :]
         return after[len(before.rstrip("\ufffd")) :]

@@ -9,6 +9,14 @@ from __future__ import annotations
 
 from tandem.workers.errors import TandemError
 
+MAX_MESSAGE_CHARACTERS = 400
+MAX_PARAM_CHARACTERS = 100
+"""Both may repeat what a client sent. Six bytes a character at most in JSON: an error has 4 KB."""
+
+
+def shortened(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
+
 
 class ApiError(TandemError):
     """An answer in the shape of the OpenAI API's errors. The text never holds paths, addresses or stack traces."""
@@ -24,11 +32,12 @@ class ApiError(TandemError):
         retry_after_s: int | None = None,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
+        message = shortened(message, MAX_MESSAGE_CHARACTERS)
         super().__init__(message)
         self.status = status
         self.message = message
         self.type = type
-        self.param = param
+        self.param = None if param is None else shortened(param, MAX_PARAM_CHARACTERS)
         self.code = code
         self.headers = headers if retry_after_s is None else (*headers, ("retry-after", str(retry_after_s)))
 

@@ -109,10 +109,8 @@ class Gateway:
 
     def _public_app(self) -> FastAPI:
         app = _bare_app()
-        chat_endpoint = GenerationEndpoint(self._open_house, parse=chat.parse, plan=chat.plan, form=chat.ChatFormat)
-        completion_endpoint = GenerationEndpoint(
-            self._open_house, parse=completions.parse, plan=completions.plan, form=completions.CompletionFormat
-        )
+        chat_endpoint = GenerationEndpoint(self._open_house, lambda body, caller: chat.parse(body))
+        completion_endpoint = GenerationEndpoint(self._open_house, lambda body, caller: completions.parse(body))
         # plain ASGI: a response object between us and `send` would halve the number of events per second
         app.router.routes.append(Route("/v1/chat/completions", chat_endpoint, methods=["POST"]))
         app.router.routes.append(Route("/v1/completions", completion_endpoint, methods=["POST"]))

@@ -18,6 +18,12 @@ Header = tuple[bytes, bytes]
 
 encode_json = msgspec.json.Encoder().encode
 
+EVENT_STREAM_HEADERS: list[Header] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx would collect the tokens
+]
+
 
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The first header of this (lower-case) name."""
@@ -31,6 +37,11 @@ def request_id(scope: Scope) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
     return secrets.token_hex(16)
+
+
+def caller(scope: Scope) -> str:
+    """Who asks: the digest of the API key that was used, or "" where there are no keys."""
+    return str(scope.get("tandem.caller", ""))
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -55,6 +66,15 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
         raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from error
 
 
+def check_json(scope: Scope) -> None:
+    """Raises `ApiError` 415 for a body that says it is something other than JSON."""
+    kind = (header(scope, b"content-type") or b"application/json").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise ApiError(
+            415, "The request body must be JSON (content-type: application/json).", code="unsupported_media_type"
+        )
+
+
 async def until_disconnect(receive: Receive) -> None:
     """Returns when the client hangs up. Only after the body was read."""
     while (await receive())["type"] != "http.disconnect":
@@ -69,5 +89,12 @@ async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: I
     await send({"type": "http.response.body", "body": content})
 
 
-async def send_error(send: Send, error: ApiError, headers: Iterable[tuple[str, str]] = ()) -> None:
-    await send_json(send, error.status, error.body(), [*headers, *error.headers])
+async def send_error(
+    send: Send,
+    error: ApiError,
+    headers: Iterable[tuple[str, str]] = (),
+    *,
+    body: Mapping[str, Any] | None = None,
+) -> None:
+    """`body`: in another shape than the OpenAI API's."""
+    await send_json(send, error.status, error.body() if body is None else body, [*headers, *error.headers])

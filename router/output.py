@@ -1,4 +1,4 @@
-"""One answer as the client sees it: the worker's tokens turned into text, cut at stop strings, with logprobs.
+"""One answer as the client sees it: the worker's tokens turned into text, cut at stop strings, read, with logprobs.
 
 Tokens are taken one at a time whatever frames they came in, so the same tokens give the same text, logprobs and count.
 """
@@ -8,9 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.router.parsers.pieces import CallStart, Piece, Reader
+from tandem.router.parsers.select import PLAIN_READING, Reading
 from tandem.router.stop import StopMatcher
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.types import FinishReason, TokenChunk, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Showing:
+    """What of an answer's tokens its text shows, beside the usual."""
+
+    includes_stop: bool = False
+    """The stop string, or the stop token, stays at the end."""
+    shows_special: bool = False
+    """Control tokens are text."""
+    reading: Reading = PLAIN_READING
+
+
+PLAIN_SHOWING = Showing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +46,15 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    """The text as it is read; empty when nothing reads it."""
 
     def extend(self, other: Delta) -> None:
         self.text += other.text
         self.token_ids += other.token_ids
         self.scored += other.scored
         self.finish_reason = other.finish_reason
+        self.pieces += other.pieces
 
 
 class Answer:
@@ -47,18 +66,34 @@ class Answer:
         prompt_token_ids: Sequence[int],
         stops: Sequence[str],
         stop_token_ids: Sequence[int],
+        showing: Showing = PLAIN_SHOWING,
     ) -> None:
-        self._detokenizer = tokenizer.detokenizer(prompt_token_ids)
-        self._matcher = StopMatcher(stops)
+        self._detokenizer = tokenizer.detokenizer(
+            prompt_token_ids, shows_special=showing.shows_special, shown=showing.reading.shown_tokens()
+        )
+        self._includes_stop = showing.includes_stop
+        self._matcher = StopMatcher(stops, includes_stop=showing.includes_stop)
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._reader: Reader | None = showing.reading.reader()
         self._text_len = 0
         self.total = Delta()
         self.is_cut = False
         """True once a stop string ended the answer: the worker does not know and must be told."""
+        self.stop_string: str | None = None
+        """The one that ended the answer."""
+        self.has_calls = False
+        self.num_reasoning_tokens = 0
 
     @property
     def is_finished(self) -> bool:
         return self.total.finish_reason is not None
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The token that ended the answer."""
+        ids = self.total.token_ids
+        is_last = self.total.finish_reason == "stop" and not self.is_cut and ids and ids[-1] in self._stop_token_ids
+        return ids[-1] if is_last else None
 
     def push(self, chunk: TokenChunk) -> Delta:
         """Take what the worker sent and say what it added. Chunks behind the end add nothing."""
@@ -71,22 +106,37 @@ class Answer:
                 delta.scored.append(ScoredToken(token_id, chunk.logprobs[position], self._text_len))
             ends_here = chunk.finish_reason == "stop" and position == len(chunk.token_ids) - 1
             # the token that ended the answer is counted and scored, and is no part of the text
-            if not (ends_here and token_id in self._stop_token_ids):
+            if self._includes_stop or not (ends_here and token_id in self._stop_token_ids):
                 self._show(self._detokenizer.push(token_id), delta)
+            if self._reader is not None and self._reader.is_reasoning:
+                self.num_reasoning_tokens += 1
             if self.is_cut:
                 break
         if chunk.finish_reason is not None and not self.is_cut:
             self._show(self._detokenizer.finish(), delta)
             if not self.is_cut:
-                delta.text += self._matcher.flush()
+                self._add(self._matcher.flush(), delta)
                 delta.finish_reason = chunk.finish_reason
+        if delta.finish_reason is not None and self._reader is not None:
+            self._take(self._reader.finish(), delta)
         self.total.extend(delta)
         return delta
 
     def _show(self, text: str, delta: Delta) -> None:
         self._text_len += len(text)
-        shown, is_cut = self._matcher.push(text)
-        delta.text += shown
-        if is_cut:
+        shown, self.stop_string = self._matcher.push(text)
+        self._add(shown, delta)
+        if self.stop_string is not None:
             self.is_cut = True
             delta.finish_reason = "stop"
+
+    def _add(self, text: str, delta: Delta) -> None:
+        if not text:
+            return
+        delta.text += text
+        if self._reader is not None:
+            self._take(self._reader.push(text), delta)
+
+    def _take(self, pieces: Sequence[Piece], delta: Delta) -> None:
+        delta.pieces += pieces
+        self.has_calls = self.has_calls or any(isinstance(piece, CallStart) for piece in pieces)

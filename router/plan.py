@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 
 from tandem.router.errors import ApiError
+from tandem.router.output import PLAIN_SHOWING, Showing
 from tandem.workers.types import Choice, Request, SamplingParams
 
 
@@ -22,6 +23,15 @@ class Plan:
     include_usage: bool = False
     """A last chunk with the usage; whole answers always carry it."""
     return_token_ids: bool = False
+    showing: Showing = PLAIN_SHOWING
+    num_best: int | None = None
+    """Of the answers to a prompt only so many are shown: those that are most likely, per token."""
+    shows_logprobs: bool = True
+    """Those that were asked for; they may have been asked for only to compare answers."""
+    echo: tuple[str, ...] = ()
+    """The text of each prompt, where it stands at the start of its answers."""
+    grammar_field: str | None = None
+    """The field that `sampling.grammar` was made from."""
 
     @property
     def num_sequences(self) -> int:

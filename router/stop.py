@@ -11,23 +11,24 @@ class StopMatcher:
     The stop string that is completed first (character by character) wins, so the cut does not depend on the pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was completed."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that may be shown now, and the stop string that was completed."""
         if not self._stops:
-            return text, False
+            return text, None
         text = self._held + text
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
-            _, start = min(matches)
+            end, start = min(matches)
             self._held = ""
-            return text[:start], True
+            return text[: end if self._includes_stop else start], text[start:end]
         keep = len(text) - max(_overlap(text, stop) for stop in self._stops)
         self._held = text[keep:]
-        return text[:keep], False
+        return text[:keep], None
 
     def flush(self) -> str:
         """What was held back and is now known to belong to the answer."""

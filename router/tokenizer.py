@@ -7,7 +7,9 @@ hold the two against each other.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,18 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from tandem.router.chat_template import ChatTemplate
 from tandem.router.detokenizer import Detokenizer, TokenTable
+from tandem.router.parsers.select import CallParserChoice, ReasoningParserChoice, style_of
+from tandem.router.user_text import Mask, SpecialToken, UserText
 from tandem.workers.errors import ModelError, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model reads it."""
+
+    token_ids: list[int]
+    ending: str
+    """The last few characters of its text: some templates begin the answer."""
 
 
 class Tokenizer:
@@ -24,45 +37,125 @@ class Tokenizer:
     Raises `ModelError` naming the file that is missing or malformed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        chat_template: Path | None = None,
+        tool_call_parser: CallParserChoice = "auto",
+        reasoning_parser: ReasoningParserChoice = "auto",
+    ) -> None:
         path = folder / "tokenizer.json"
         description = _read_json(path)
         if description is None:
             raise ModelError(f"{path} is missing: the tokenizer cannot be loaded")
-        try:
-            self._tokenizer = RawTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path} is not a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # a truncated prompt would be a silently different question
-        self._tokenizer.no_padding()
+        self._tokenizer = _load(path)
+        # the same, but no text is a control token to it: the setting cannot be changed from call to call
+        self._plain = _load(path)
+        self._plain.encode_special_tokens = True
+        self._user_text = UserText(_described_tokens(self._tokenizer), self._encode_user_text)
         self._table = TokenTable(self._tokenizer, description.get("decoder"))
 
         settings = _read_json(folder / "tokenizer_config.json") or {}
         model_config = _read_json(folder / "config.json") or {}
         generation_config = _read_json(folder / "generation_config.json") or {}
         special_tokens = _special_tokens(settings)
-        template = _template_source(folder, settings)
-        self._template = None if template is None else ChatTemplate(template, special_tokens)
+        template = _template_source(folder, settings) if chat_template is None else _read_text(chat_template)
+        self.template = None if template is None else ChatTemplate(template, special_tokens)
+        self.style = style_of(self.template, tool_call_parser, reasoning_parser)
         self.vocab_size: int = model_config.get("vocab_size") or self._tokenizer.get_vocab_size()
         """Ids from here on do not exist in the model."""
         self.eos_token_ids = self._eos_token_ids(generation_config, model_config, special_tokens)
         """Ids that end an answer, sorted."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of text in which control tokens are control tokens: never for what a user wrote."""
         # the batch form without offsets: half the time of `encode`, and it lets go of the GIL throughout
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of somebody's words. `add_special_tokens`: those that the model wants before every text."""
+        return self._plain.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text for these messages. Raises `RequestError` if the model has no chat template or it refuses."""
-        if self._template is None:
+        return self._need_template().render(messages)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """The prompt for these messages, in which nothing that they say is a control token (user_text.py).
+
+        `continue_final_message`: the prompt ends where the last message does, and the answer goes on with it. Raises
+        `RequestError` as `render_chat` does.
+        """
+        template = self._need_template()
+        given: dict[str, Any] = {"messages": messages, "tools": tools, "variables": dict(variables or {})}
+        masked, mask = self._user_text.mask(given)
+        end = f"{secrets.randbits(128):039d}"
+        if continue_final_message:
+            masked["messages"][-1]["content"] += end
+        text = template.render(
+            masked["messages"],
+            tools=masked["tools"],
+            add_generation_prompt=add_generation_prompt,
+            variables=masked["variables"],
+        )
+        if continue_final_message:
+            if end not in text:
+                raise RequestError("the chat template does not show the last message", param="continue_final_message")
+            text = text[: text.rindex(end)]
+        return ChatPrompt(self._guarded(text, mask), text[-64:])
+
+    def _guarded(self, text: str, mask: Mask) -> list[int]:
+        if mask.is_empty:
+            ids = self.encode(text, add_special_tokens=False)
+            special = self._table.special_ids
+            # a normaliser may have made a control token out of something that did not look like one
+            if sum(token_id in special for token_id in ids) == self._user_text.num_tokens_in(text):
+                return ids
+        return self._user_text.encode(text, mask)
+
+    def _encode_user_text(self, text: str) -> list[int]:
+        return self.encode_plain(text, add_special_tokens=False)
+
+    def _need_template(self) -> ChatTemplate:
+        if self.template is None:
             raise RequestError("this model has no chat template; use the completions endpoint", param="messages")
-        return self._template.render(messages)
+        return self.template
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with exactly this text."""
+        return self._tokenizer.token_to_id(text)
+
+    def is_special(self, token_id: int) -> bool:
+        return self._table.is_special(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._table.bytes_of(token_id)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        return self._table.detokenizer(prompt_token_ids)
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, control tokens included."""
+        detokenizer = self._table.detokenizer((), frozenset())
+        return "".join([detokenizer.push(token_id) for token_id in token_ids]) + detokenizer.finish()
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, shows_special: bool = False, shown: Sequence[str] = ()
+    ) -> Detokenizer:
+        """For an answer to this prompt. Control tokens are hidden, but for those in `shown`, or none if
+        `shows_special`."""
+        if shows_special:
+            return self._table.detokenizer(prompt_token_ids, frozenset())
+        if not shown:
+            return self._table.detokenizer(prompt_token_ids)
+        ids = {self._tokenizer.token_to_id(text) for text in shown}
+        return self._table.detokenizer(prompt_token_ids, self._table.special_ids - ids)
 
     def _eos_token_ids(
         self,
@@ -75,6 +168,24 @@ class Tokenizer:
         if "eos_token" in special_tokens:
             ids.add(self._tokenizer.token_to_id(special_tokens["eos_token"]))
         return tuple(sorted(token_id for token_id in ids if isinstance(token_id, int)))
+
+
+def _load(path: Path) -> RawTokenizer:
+    try:
+        tokenizer = RawTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()  # a truncated prompt would be a silently different question
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _described_tokens(tokenizer: RawTokenizer) -> list[SpecialToken]:
+    return [
+        SpecialToken(token_id, token.content, token.lstrip, token.rstrip)
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special
+    ]
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -100,14 +211,18 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The text of the chat template: its own file wins over the entry in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    try:
-        if path.exists():
-            return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+    if path.exists():
+        return _read_text(path)
     entry = settings.get("chat_template")
     if isinstance(entry, list):
         named = {item["name"]: item["template"] for item in entry}

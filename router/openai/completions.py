@@ -1,30 +1,32 @@
-"""POST /v1/completions: what it takes, and what it answers."""
+"""POST /v1/completions: what it takes, and what that comes down to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field, ValidationError
 
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import bad_request
-from tandem.router.openai.fields import SharedFields, TokenId, parse_object, refusal, without_unsupported
-from tandem.router.openai.logprobs import completion_logprobs
-from tandem.router.output import Delta
+from tandem.router.form import Form, Naming
+from tandem.router.openai.completion_form import CompletionForm
+from tandem.router.openai.fields import SharedFields, TokenId
+from tandem.router.openai.wire import parse_object, refusal, without_unsupported
 from tandem.router.plan import Plan, resolve_max_tokens
 from tandem.router.tokenizer import Tokenizer
+from tandem.workers.types import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 
-# fields of the API that are not served, with the values that ask for nothing
 UNSUPPORTED: dict[str, Sequence[Any]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "logit_bias": ({},),
-    "suffix": (),
-    "user": (),
+    "beam_width": (1,),
+    "length_penalty": (1, 1.0),
+    "prompt_logprobs": (),
+    "suffix": ("",),
 }
+"""Fields of the API, or usual ones, that are not served, with the values that ask for nothing."""
 
 
 class CompletionRequest(SharedFields):
@@ -37,6 +39,76 @@ class CompletionRequest(SharedFields):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+    def plan(self, tokenizer: Tokenizer, config: GatewayConfig) -> Plan:
+        """Tokenise, check ids and lengths. Slow for long prompts. Raises `ApiError`."""
+        include_usage = self.include_usage()
+        num_answers = self._num_answers()
+        given = _as_prompts(self.prompt)
+        if len(given) * num_answers > config.max_num_choices:
+            param = "n" if len(given) <= config.max_num_choices else "prompt"
+            # before tokenising: a list of a million prompts is refused for what it is
+            raise bad_request(f"A request may ask for at most {config.max_num_choices} choices in all.", param=param)
+        prompts = tuple(tuple(self.truncated(_tokens(prompt, tokenizer))) for prompt in given)
+        max_tokens = resolve_max_tokens(
+            self.max_tokens,
+            DEFAULT_MAX_TOKENS,
+            longest_prompt=max(len(prompt) for prompt in prompts),
+            max_model_len=config.max_model_len,
+            param="prompt",
+        )
+        grammar = None if self.structured_outputs is None else self.structured_outputs.to_grammar()
+        return Plan(
+            prompts=prompts,
+            sampling=self._scored(
+                self.sampling(tokenizer, max_tokens=max_tokens, num_logprobs=self.logprobs, grammar=grammar)
+            ),
+            num_choices=num_answers,
+            num_best=self.n or 1,
+            stop=self.stops(),
+            stream=bool(self.stream),
+            include_usage=include_usage,
+            shows_logprobs=self.logprobs is not None,
+            return_token_ids=bool(self.return_token_ids),
+            showing=self.showing(),
+            echo=self._echo(given, prompts, tokenizer),
+            grammar_field=None if grammar is None else "structured_outputs",
+        )
+
+    def form(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> Form:
+        return CompletionForm(plan, tokenizer, naming)
+
+    def _num_answers(self) -> int:
+        """How many are written for each prompt; the best `n` of them are shown."""
+        wanted, best_of = self.n or 1, self.best_of
+        if best_of is None or best_of == wanted:
+            return wanted
+        if best_of < wanted:
+            raise bad_request("'best_of' must be at least 'n'.", param="best_of")
+        if self.stream:
+            raise bad_request("The best of several answers cannot be streamed.", param="best_of")
+        return best_of
+
+    def _scored(self, sampling: SamplingParams) -> SamplingParams:
+        """The best are found by their logprobs, whether the client wants to see these or not."""
+        is_compared = self._num_answers() > (self.n or 1)
+        if is_compared and sampling.num_logprobs is None:
+            return msgspec.structs.replace(sampling, num_logprobs=0)
+        return sampling
+
+    def _echo(
+        self, given: Sequence[str | list[int]], prompts: Sequence[tuple[int, ...]], tokenizer: Tokenizer
+    ) -> tuple[str, ...]:
+        if not self.echo:
+            return ()
+        if self.logprobs is not None:
+            raise bad_request("'echo' with 'logprobs' is not supported by this server.", param="echo")
+        return tuple(
+            prompt if isinstance(prompt, str) and self.truncate_prompt_tokens is None else tokenizer.text_of(ids)
+            for prompt, ids in zip(given, prompts, strict=True)
+        )
 
 
 def parse(body: bytes) -> CompletionRequest:
@@ -48,33 +120,6 @@ def parse(body: bytes) -> CompletionRequest:
         raise refusal(error, fields) from error
 
 
-def plan(request: CompletionRequest, tokenizer: Tokenizer, config: GatewayConfig) -> Plan:
-    """Tokenise, check ids and lengths. Slow for long prompts. Raises `ApiError`."""
-    include_usage = request.include_usage()
-    given = _as_prompts(request.prompt)
-    if len(given) * (request.n or 1) > config.max_num_choices:
-        param = "n" if len(given) <= config.max_num_choices else "prompt"
-        # before tokenising: a list of a million prompts is refused for what it is
-        raise bad_request(f"A request may ask for at most {config.max_num_choices} choices in all.", param=param)
-    prompts = tuple(_tokens(prompt, tokenizer) for prompt in given)
-    max_tokens = resolve_max_tokens(
-        request.max_tokens,
-        DEFAULT_MAX_TOKENS,
-        longest_prompt=max(len(prompt) for prompt in prompts),
-        max_model_len=config.max_model_len,
-        param="prompt",
-    )
-    return Plan(
-        prompts=prompts,
-        sampling=request.sampling(tokenizer, max_tokens=max_tokens, num_logprobs=request.logprobs),
-        num_choices=request.n or 1,
-        stop=request.stops(),
-        stream=bool(request.stream),
-        include_usage=include_usage,
-        return_token_ids=bool(request.return_token_ids),
-    )
-
-
 def _as_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
@@ -83,8 +128,8 @@ def _as_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequen
     return prompt
 
 
-def _tokens(prompt: str | list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids = tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+def _tokens(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
+    ids = tokenizer.encode_plain(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
     if not ids:
         raise bad_request("The prompt must not be empty.", param="prompt")
     largest = max(ids)
@@ -93,53 +138,4 @@ def _tokens(prompt: str | list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
             f"The prompt holds the token id {largest}, but the vocabulary has {tokenizer.vocab_size} ids.",
             param="prompt",
         )
-    return tuple(ids)
-
-
-class CompletionFormat:
-    """The shapes of the answer. Chunks and whole answers share one."""
-
-    id_prefix = "cmpl-"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
-        self._plan = plan
-        self._tokenizer = tokenizer
-
-    def opening(self, index: int, prompt: Sequence[int]) -> dict[str, Any] | None:
-        """Nothing opens a completion, unless the client wants to see its prompt's tokens."""
-        if not self._plan.return_token_ids:
-            return None
-        empty = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
-        return {**empty, "token_ids": [], "prompt_token_ids": list(prompt)}
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the chunks for this delta; none if it has nothing to say yet."""
-        has_news = delta.text or delta.scored or delta.finish_reason is not None
-        if not has_news and not (self._plan.return_token_ids and delta.token_ids):
-            return []
-        return [self._choice(index, delta)]
-
-    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": delta.text,
-            "logprobs": None,
-            "finish_reason": delta.finish_reason,
-        }
-        if delta.scored:
-            choice["logprobs"] = completion_logprobs(self._tokenizer, delta.scored)
-        if self._plan.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        return choice
-
-    def choice(self, index: int, total: Delta, prompt: Sequence[int]) -> dict[str, Any]:
-        """One whole answer."""
-        choice = self._choice(index, total)
-        if self._plan.return_token_ids:
-            choice["prompt_token_ids"] = list(prompt)
-        return choice
-
-    def extras(self) -> Mapping[str, Any]:
-        return {}
+    return ids

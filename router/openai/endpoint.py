@@ -11,9 +11,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -21,10 +21,12 @@ from tandem.router.admission import Admission, Gate
 from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher, Generation, enter_together, run_all
 from tandem.router.errors import ApiError, ClientDisconnected, bad_request, internal_error, too_slow
-from tandem.router.http import read_body, request_id, send_error, until_disconnect
+from tandem.router.form import Form, Naming
+from tandem.router.grammar import check_grammar
+from tandem.router.http import caller, check_json, read_body, request_id, send_error, until_disconnect
 from tandem.router.metrics import Outcome, RouterMetrics
-from tandem.router.openai.reply import Format, PromptSink, Reply, StreamReply, WholeReply
 from tandem.router.plan import Plan
+from tandem.router.reply import PromptSink, Reply, StreamReply, WholeReply
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.errors import RequestError
 
@@ -36,12 +38,21 @@ LARGE_BODY_BYTES = 16 << 10
 """Bodies from here on are parsed and tokenised in a thread, so that they do not hold up everybody's streams."""
 
 
-class HasModel(Protocol):
+class Asked(Protocol):
+    """A request of one endpoint, parsed and valid in itself."""
+
     @property
     def model(self) -> str: ...
 
+    def plan(self, tokenizer: Tokenizer, config: GatewayConfig) -> Plan:
+        """What it comes down to. Slow for long prompts. Raises `ApiError`, `RequestError`."""
 
-WireRequest = TypeVar("WireRequest", bound=HasModel)
+    def form(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> Form:
+        """The shape of its answer."""
+
+
+def openai_error(error: ApiError) -> Mapping[str, Any]:
+    return error.body()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +69,27 @@ class House:
     """Done when requests that still run must be ended, with what to tell their clients."""
 
 
-class GenerationEndpoint(Generic[WireRequest]):
-    """POST /v1/chat/completions or /v1/completions, by the functions it is given."""
+class GenerationEndpoint:
+    """POST /v1/chat/completions and the like, by the functions it is given.
+
+    `parse`: the body, and who sent it (`http.caller`), as a request. `error_body`: the endpoint's shape of errors.
+    """
 
     def __init__(
         self,
         house: Callable[[], House],
-        *,
-        parse: Callable[[bytes], WireRequest],
-        plan: Callable[[WireRequest, Tokenizer, GatewayConfig], Plan],
-        form: Callable[[Plan, Tokenizer], Format],
+        parse: Callable[[bytes, str], Asked],
+        error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error,
     ) -> None:
         self._house = house
         self._parse = parse
-        self._plan = plan
-        self._form = form
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         house = self._house()
         arrived = time.perf_counter()
         house.metrics.started.inc()
-        exchange = _Exchange(house, request_id(scope), send, arrived)
+        exchange = _Exchange(house, scope, send, arrived, self._error_body)
         outcome: Outcome = "cancelled"
         try:
             with house.admission.open_door():
@@ -90,6 +101,7 @@ class GenerationEndpoint(Generic[WireRequest]):
     async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> Outcome:
         config = exchange.house.config
         try:
+            check_json(scope)
             body = await read_body(scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
             await self._watched(exchange, body, receive)
         except ClientDisconnected:
@@ -132,11 +144,12 @@ class GenerationEndpoint(Generic[WireRequest]):
         house = exchange.house
         try:
             if len(body) < LARGE_BODY_BYTES:
-                plan = self._prepare(house, body)
+                asked, plan = self._prepare(house, body, exchange.caller)
             else:
-                plan = await asyncio.to_thread(self._prepare, house, body)
+                asked, plan = await asyncio.to_thread(self._prepare, house, body, exchange.caller)
         except RequestError as error:
             raise bad_request(f"{error}.", param=error.param) from error
+        await _check_grammar(plan)
         with house.admission.admit(plan.num_sequences):
             generations = [
                 Generation(house.dispatcher, request, house.config.request_timeout_s)
@@ -145,7 +158,7 @@ class GenerationEndpoint(Generic[WireRequest]):
             try:
                 if house.gate.has_limits:
                     await enter_together(generations, house.gate, exchange.arrived)
-                reply = exchange.begin(plan, self._form(plan, house.tokenizer))
+                reply = exchange.begin(asked, plan)
                 await run_all(
                     [(generation, PromptSink(reply, position)) for position, generation in enumerate(generations)]
                 )
@@ -154,15 +167,27 @@ class GenerationEndpoint(Generic[WireRequest]):
                 for generation in generations:
                     generation.close()
 
-    def _prepare(self, house: House, body: bytes) -> Plan:
-        request = self._parse(body)
-        check_model(request.model, house.config)
-        plan = self._plan(request, house.tokenizer, house.config)
+    def _prepare(self, house: House, body: bytes, caller: str) -> tuple[Asked, Plan]:
+        asked = self._parse(body, caller)
+        check_model(asked.model, house.config)
+        plan = asked.plan(house.tokenizer, house.config)
         if plan.num_sequences > house.config.max_num_choices:
             raise bad_request(
                 f"A request may ask for at most {house.config.max_num_choices} choices in all.", param="n"
             )
-        return plan
+        return asked, plan
+
+
+async def _check_grammar(plan: Plan) -> None:
+    """Raises `ApiError` 400 naming the field that the grammar came from."""
+    if plan.sampling.grammar is None:
+        return
+    try:
+        await check_grammar(plan.sampling.grammar)
+    except ApiError as error:
+        raise ApiError(
+            error.status, error.message, type=error.type, param=plan.grammar_field, code=error.code
+        ) from error
 
 
 def check_model(model: str, config: GatewayConfig) -> None:
@@ -175,31 +200,41 @@ def check_model(model: str, config: GatewayConfig) -> None:
 class _Exchange:
     """One request and its answer, and whatever must be said when something goes wrong in between."""
 
-    def __init__(self, house: House, request_id: str, send: Send, arrived: float) -> None:
+    def __init__(
+        self,
+        house: House,
+        scope: Scope,
+        send: Send,
+        arrived: float,
+        error_body: Callable[[ApiError], Mapping[str, Any]],
+    ) -> None:
         self.house = house
-        self.request_id = request_id
+        self.request_id = request_id(scope)
         """As the client knows it."""
+        self.caller = caller(scope)
         self.unique_id = secrets.token_hex(16)
         """As the workers know it: clients may repeat theirs."""
-        self.arrived = arrived
         self._send = send
+        self._error_body = error_body
+        self.arrived = arrived
         self._reply: Reply | None = None
 
     @property
     def is_admitted(self) -> bool:
         return self._reply is not None
 
-    def begin(self, plan: Plan, form: Format) -> Reply:
+    def begin(self, asked: Asked, plan: Plan) -> Reply:
+        house = self.house
+        naming = Naming(self.unique_id, house.config.model_name, int(time.time()))
         kind = StreamReply if plan.stream else WholeReply
         self._reply = kind(
             plan=plan,
-            tokenizer=self.house.tokenizer,
-            form=form,
-            model=self.house.config.model_name,
+            tokenizer=house.tokenizer,
+            form=asked.form(plan, house.tokenizer, naming),
+            error_body=self._error_body,
             request_id=self.request_id,
-            unique_id=self.unique_id,
             send=self._send,
-            metrics=self.house.metrics,
+            metrics=house.metrics,
             arrived=self.arrived,
         )
         return self._reply
@@ -209,7 +244,8 @@ class _Exchange:
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if self._reply is None:
-                    await send_error(self._send, error, [("x-request-id", self.request_id)])
+                    headers = [("x-request-id", self.request_id)]
+                    await send_error(self._send, error, headers, body=self._error_body(error))
                 else:
                     await self._reply.fail(error)
         except TimeoutError:

@@ -1,35 +1,39 @@
-"""Request bodies: strict parsing, the fields that both endpoints share, and refusals that name the field."""
+"""The fields that chat and completions share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import Field
 
-from tandem.router.errors import ApiError, bad_request
+from tandem.router.errors import bad_request
+from tandem.router.openai.structure import StructuredOutputs
+from tandem.router.openai.wire import WireModel
+from tandem.router.output import Showing
+from tandem.router.parsers.select import PLAIN_READING, Reading
 from tandem.router.plan import resolve_seed
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.types import SamplingParams
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 MAX_STOP_CHARACTERS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_TOKENS_PER_BAD_WORD = 32
 SMALLEST_TOP_P = 1e-9
 """`top_p: 0` is allowed by the API and keeps the one most likely token."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
-
-
-class WireModel(BaseModel):
-    """Nothing is converted and nothing is ignored: "1" is not a number, and an unknown field is an error."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+Label = Annotated[str, Field(max_length=512)]
+"""Of the client's own: it changes nothing."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 class StreamOptions(WireModel):
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class SharedFields(WireModel):
@@ -38,20 +42,41 @@ class SharedFields(WireModel):
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    """0 and -1 keep every token."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASED_TOKENS),
+        ]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 18)] | None = None
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Field(max_length=128)]
+        | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    priority: Literal[0] | None = None
+    """Everybody has the same."""
+    user: Label | None = None
 
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -64,76 +89,71 @@ class SharedFields(WireModel):
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, tokenizer: Tokenizer, *, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
-        stop_token_ids = set(self.stop_token_ids or ())
-        if not all(token_id < tokenizer.vocab_size for token_id in stop_token_ids):
-            raise bad_request("'stop_token_ids' holds an id outside the vocabulary.", param="stop_token_ids")
+    def showing(self, reading: Reading = PLAIN_READING) -> Showing:
+        return Showing(
+            includes_stop=bool(self.include_stop_str_in_output),
+            shows_special=self.skip_special_tokens is False,
+            reading=reading,
+        )
+
+    def truncated(self, prompt: list[int]) -> list[int]:
+        """The prompt, or as much of its end as the client wants to keep."""
+        return prompt if self.truncate_prompt_tokens is None else prompt[-self.truncate_prompt_tokens :]
+
+    def sampling(
+        self, tokenizer: Tokenizer, *, max_tokens: int, num_logprobs: int | None, grammar: str | None = None
+    ) -> SamplingParams:
+        """Raises `ApiError` for ids outside the vocabulary, and for fields that contradict each other."""
+        stop_token_ids = set(self._known_ids("stop_token_ids", tokenizer))
         if not self.ignore_eos:
             stop_token_ids.update(tokenizer.eos_token_ids)
+        allowed = None if self.allowed_token_ids is None else self._known_ids("allowed_token_ids", tokenizer)
+        min_tokens = self.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise bad_request(f"'min_tokens' exceeds the {max_tokens} tokens of the answer.", param="min_tokens")
         return SamplingParams(
             max_tokens=max_tokens,
             seed=resolve_seed(self.seed),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
-            top_k=min(self.top_k or 0, tokenizer.vocab_size),
+            top_k=min(max(self.top_k or 0, 0), tokenizer.vocab_size),
             min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             num_logprobs=num_logprobs,
             stop_token_ids=tuple(sorted(stop_token_ids)),
+            min_tokens=min_tokens,
+            logit_bias=self._biases(tokenizer),
+            allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
+            bad_token_ids=self._bad_token_ids(tokenizer),
+            grammar=grammar,
         )
 
+    def _known_ids(self, field: str, tokenizer: Tokenizer) -> list[int]:
+        ids: list[int] = getattr(self, field) or []
+        if ids and max(ids) >= tokenizer.vocab_size:
+            raise bad_request(f"'{field}' holds an id outside the vocabulary.", param=field)
+        return ids
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in this body. NaN, lone surrogates, deep nesting and anything else that is not JSON: 400."""
-    try:
-        content = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(content, dict):
-        raise bad_request("The request body must be a JSON object.", code="invalid_json")
-    return content
+    def _biases(self, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+        biases: dict[int, float] = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit()) or int(key) >= tokenizer.vocab_size:
+                raise bad_request(
+                    f"The keys of 'logit_bias' are token ids from 0 to {tokenizer.vocab_size - 1}.", param="logit_bias"
+                )
+            biases[int(key)] = bias
+        return tuple(sorted(biases.items()))
 
-
-def without_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """The body without fields of the API that are not served here, where they ask for nothing (null, or one of the
-    listed values). Raises `ApiError` naming the first that asks for something."""
-    for field, harmless in unsupported.items():
-        value = body.get(field)
-        # `==` alone would take 0 for False
-        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
-            raise bad_request(f"'{field}' is not supported by this server.", param=field, code="unsupported_parameter")
-    return {field: value for field, value in body.items() if field not in unsupported}
-
-
-def refusal(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
-    """The first thing that is wrong with a body, in one sentence that names the field."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    field = details[0]["loc"][0]
-    # each member of a union complains for itself: the one that got furthest is the one that was meant
-    details = sorted((d for d in details if d["loc"][0] == field), key=lambda d: -_path(d, body).count("["))
-    param = _path(details[0], body)
-    if details[0]["type"] == "extra_forbidden":
-        return bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    if details[0]["type"] == "missing":
-        return bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    complaints = list(dict.fromkeys(detail["msg"] for detail in details if _path(detail, body) == param))
-    return bad_request(f"Invalid value for '{param}': {'; or '.join(complaints)}.", param=param, code="invalid_value")
-
-
-def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
-    """Where in the body: pydantic's location without the names of union members."""
-    here: Any = body
-    path = ""
-    for step in detail["loc"]:
-        if isinstance(here, dict) and isinstance(step, str) and step in here:
-            path += f".{step}" if path else step
-            here = here[step]
-        elif isinstance(here, list) and isinstance(step, int) and step < len(here):
-            path += f"[{step}]"
-            here = here[step]
-    if detail["type"] == "missing":
-        last = str(detail["loc"][-1])
-        path += f".{last}" if path else last
-    return path
+    def _bad_token_ids(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+        """A word is other tokens at the start of a text than behind a space: both are banned."""
+        sequences = {
+            tuple(tokenizer.encode_plain(form, add_special_tokens=False))
+            for word in self.bad_words or ()
+            for form in (word, " " + word.lstrip())
+        }
+        sequences.discard(())
+        if any(len(sequence) > MAX_TOKENS_PER_BAD_WORD for sequence in sequences):
+            raise bad_request(f"'bad_words' may have at most {MAX_TOKENS_PER_BAD_WORD} tokens each.", param="bad_words")
+        return tuple(sorted(sequences))

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes. What all chunks of a stream share is encoded once."""
+"""Chunks of chat and completions as server-sent events. What all chunks of a stream share is encoded once."""
 
 from __future__ import annotations
 
@@ -6,34 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.router.errors import ApiError
-from tandem.router.http import Header, encode_json
+from tandem.router.events import data_event, on_one_line
+from tandem.router.http import encode_json
 
-HEADERS: list[Header] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # or nginx would collect the tokens
-]
 DONE = b"data: [DONE]\n\n"
-
-# Characters at which some clients split lines, although JSON allows them in strings
-_LINE_BREAKS = (
-    ("\u0085".encode(), b"\\u0085"),
-    ("\u2028".encode(), b"\\u2028"),
-    ("\u2029".encode(), b"\\u2029"),
-)
-
-
-def on_one_line(content: bytes) -> bytes:
-    """JSON without anything that may be taken for the end of a line."""
-    if content.isascii():
-        return content
-    for character, escaped in _LINE_BREAKS:
-        content = content.replace(character, escaped)
-    return content
 
 
 def error(problem: ApiError) -> bytes:
-    return b"data: " + on_one_line(encode_json(problem.body())) + b"\n\n"
+    """The end of a stream that broke."""
+    return data_event(problem.body()) + DONE
 
 
 class ChunkWriter:

@@ -19,7 +19,7 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
     for piece in pieces:
         text, hit = matcher.push(piece)
         shown += text
-        if hit:
+        if hit is not None:
             return shown, True
     return shown + matcher.flush(), False
 
@@ -55,6 +55,6 @@ def test_nothing_that_may_be_a_stop_is_shown_early(text: str, stops: list[str]) 
 
 def test_text_is_held_back_only_as_far_as_needed() -> None:
     matcher = StopMatcher(["END"])
-    assert matcher.push("the E") == ("the ", False)
-    assert matcher.push("NgineEN") == ("ENgine", False)
+    assert matcher.push("the E") == ("the ", None)
+    assert matcher.push("NgineEN") == ("ENgine", None)
     assert matcher.flush() == "EN"

@@ -175,7 +175,7 @@ def test_characters_are_never_cut(tokenizer: Tokenizer, sentencepiece: Tokenizer
 @settings(max_examples=50)
 def test_window_detokenizer_agrees(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
-    window = WindowDetokenizer(tokenizer._tokenizer, tokenizer._table, [40, 41])
+    window = WindowDetokenizer(tokenizer._tokenizer, tokenizer._table.special_ids, [40, 41])
     assert "".join([*(window.push(token_id) for token_id in ids), window.finish()]) == text
 
 
@@ -205,6 +205,6 @@ def test_special_and_unknown_ids_have_no_text(tokenizer: Tokenizer) -> None:
 
 def test_noise_does_not_pile_up(tokenizer: Tokenizer) -> None:
     byte = next(i for i in range(400) if tokenizer.token_bytes(i) == b"\xff")
-    window = WindowDetokenizer(tokenizer._tokenizer, tokenizer._table, [])
+    window = WindowDetokenizer(tokenizer._tokenizer, tokenizer._table.special_ids, [])
     pieces = [window.push(byte) for _ in range(100)]
     assert sum(map(len, pieces)) >= 80

@@ -7,33 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from starlette.types import Send
 
 from tandem.router.errors import ApiError
-from tandem.router.http import send_error, send_json
+from tandem.router.form import Form, Usage
+from tandem.router.http import EVENT_STREAM_HEADERS, send_error, send_json
 from tandem.router.metrics import RouterMetrics
-from tandem.router.openai import sse
 from tandem.router.output import Answer, Delta
 from tandem.router.plan import Plan
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.protocol import Started
 from tandem.workers.types import TokenChunk
-
-
-class Format(Protocol):
-    """The shapes of one endpoint (`chat.ChatFormat`, `completions.CompletionFormat`)."""
-
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
-
-    def opening(self, index: int, prompt: Sequence[int]) -> dict[str, Any] | None: ...
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]: ...
-    def choice(self, index: int, total: Delta, prompt: Sequence[int]) -> dict[str, Any]: ...
-    def extras(self) -> Mapping[str, Any]: ...
 
 
 class Reply:
@@ -44,28 +31,25 @@ class Reply:
         *,
         plan: Plan,
         tokenizer: Tokenizer,
-        form: Format,
-        model: str,
+        form: Form,
+        error_body: Callable[[ApiError], Mapping[str, Any]],
         request_id: str,
-        unique_id: str,
         send: Send,
         metrics: RouterMetrics,
         arrived: float,
     ) -> None:
         self._plan = plan
         self._form = form
+        self._error_body = error_body
         self._send = send
         self._metrics = metrics
         self._arrived = arrived
         """`time.perf_counter` when the request came in."""
-        self._model = model
-        self._id = form.id_prefix + unique_id
-        self._created = int(time.time())
         self._headers: list[tuple[str, str]] = [("x-request-id", request_id)]
         self._started: dict[int, Started] = {}
         """By prompt; where a request was moved, its first start counts."""
         self._answers = {
-            (position, index): Answer(tokenizer, prompt, plan.stop, plan.sampling.stop_token_ids)
+            (position, index): Answer(tokenizer, prompt, plan.stop, plan.sampling.stop_token_ids, plan.showing)
             for position, prompt in enumerate(plan.prompts)
             for index in range(plan.num_choices)
         }
@@ -91,12 +75,12 @@ class Reply:
     async def tokens(self, position: int, chunks: Sequence[TokenChunk]) -> list[int]:
         """Returns the choices that a stop string has ended."""
         cut: list[int] = []
-        news: list[tuple[int, int, Delta]] = []
+        news: list[tuple[int, Answer, Delta]] = []
         for chunk in chunks:
             answer = self._answers[position, chunk.choice]
             delta = answer.push(chunk)
             self._observe(position, chunk.choice, len(delta.token_ids))
-            news.append((position, chunk.choice, delta))
+            news.append((self._index(position, chunk.choice), answer, delta))
             if answer.is_cut:
                 cut.append(chunk.choice)
         await self._show(news)
@@ -113,22 +97,19 @@ class Reply:
     async def _begin(self) -> None:
         """The headers are complete."""
 
-    async def _show(self, news: Sequence[tuple[int, int, Delta]]) -> None:
-        """(prompt, choice, what was added), in order."""
+    async def _show(self, news: Sequence[tuple[int, Answer, Delta]]) -> None:
+        """(index of the choice, its answer, what was added), in order."""
 
     def _index(self, position: int, choice: int) -> int:
         return position * self._plan.num_choices + choice
 
-    def _usage(self) -> dict[str, Any]:
-        prompt = sum(len(prompt) for prompt in self._plan.prompts)
-        completion = sum(len(answer.total.token_ids) for answer in self._answers.values())
-        cached = sum(event.cached.total for event in self._started.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+    def _usage(self) -> Usage:
+        return Usage(
+            num_prompt=sum(len(prompt) for prompt in self._plan.prompts),
+            num_completion=sum(len(answer.total.token_ids) for answer in self._answers.values()),
+            num_cached=sum(event.cached.total for event in self._started.values()),
+            num_reasoning=sum(answer.num_reasoning_tokens for answer in self._answers.values()),
+        )
 
     def _observe(self, position: int, choice: int, num_tokens: int) -> None:
         if num_tokens == 0:
@@ -147,70 +128,46 @@ class WholeReply(Reply):
     """One JSON object at the end."""
 
     async def done(self) -> None:
-        choices = [
-            self._form.choice(self._index(position, choice), answer.total, self._plan.prompts[position])
-            for (position, choice), answer in self._answers.items()
-        ]
-        body = {
-            "id": self._id,
-            "object": self._form.whole_object,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": self._usage(),
-            **self._form.extras(),
-        }
         self.has_begun = True
+        body = self._form.whole(list(self._answers.values()), self._usage())
         await send_json(self._send, 200, body, self._headers)
 
     async def fail(self, error: ApiError) -> None:
         if not self.has_begun:
             self.has_begun = True
-            await send_error(self._send, error, self._headers)
+            self._form.fail(error)
+            await send_error(self._send, error, self._headers, body=self._error_body(error))
 
 
 class StreamReply(Reply):
-    """Server-sent events, written straight to ASGI: a chunk is one JSON object, and a frame of chunks one write."""
+    """Server-sent events, written straight to ASGI: a frame of tokens is one write."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        envelope = {"id": self._id, "object": self._form.chunk_object, "created": self._created, "model": self._model}
-        self._writer = sse.ChunkWriter(envelope, shows_usage=self._plan.include_usage)
         self._begun = asyncio.Event()
         """Prompts start independently of each other, and none may write before the headers."""
 
     async def _begin(self) -> None:
         self.has_begun = True
-        headers = sse.HEADERS + [(name.encode(), value.encode("latin-1")) for name, value in self._headers]
+        headers = EVENT_STREAM_HEADERS + [(name.encode(), value.encode("latin-1")) for name, value in self._headers]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        openings = b""
-        for position, choice in self._answers:
-            opening = self._form.opening(self._index(position, choice), self._plan.prompts[position])
-            if opening is not None:
-                openings += self._writer.chunk(opening, self._form.extras())
-        await self._write(openings)
+        await self._write(self._form.begin())
         self._begun.set()
 
-    async def _show(self, news: Sequence[tuple[int, int, Delta]]) -> None:
+    async def _show(self, news: Sequence[tuple[int, Answer, Delta]]) -> None:
         await self._begun.wait()
-        await self._write(
-            b"".join(
-                self._writer.chunk(choice)
-                for position, index, delta in news
-                for choice in self._form.chunks(self._index(position, index), delta)
-            )
-        )
+        await self._write(b"".join([self._form.show(index, answer, delta) for index, answer, delta in news]))
 
     async def done(self) -> None:
-        last = self._writer.usage(self._usage()) if self._plan.include_usage else b""
-        await self._write(last + sse.DONE, is_last=True)
+        await self._write(self._form.end(list(self._answers.values()), self._usage()), is_last=True)
 
     async def fail(self, error: ApiError) -> None:
+        events = self._form.fail(error)
         if not self.has_begun:
             self.has_begun = True
-            await send_error(self._send, error, self._headers)
+            await send_error(self._send, error, self._headers, body=self._error_body(error))
         else:
-            await self._write(sse.error(error) + sse.DONE, is_last=True)
+            await self._write(events, is_last=True)
 
     async def _write(self, content: bytes, *, is_last: bool = False) -> None:
         if content or is_last:

@@ -1,0 +1,58 @@
+"""The border between an answer and the shape in which one endpoint shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tandem.router.errors import ApiError
+from tandem.router.output import Answer, Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What every form says of its answer."""
+
+    unique_id: str
+    model: str
+    created: int
+    """Unix time in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The bill, in tokens."""
+
+    num_prompt: int
+    num_completion: int
+    num_cached: int
+    num_reasoning: int
+
+    def for_openai(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_completion,
+            "total_tokens": self.num_prompt + self.num_completion,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
+        }
+
+
+class Form(Protocol):
+    """One answer in one endpoint's shape: as a stream of events, or whole. `answers` come by index."""
+
+    def begin(self) -> bytes:
+        """The first events, when a worker has taken the request."""
+
+    def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
+        """The events for what was added to one answer; none if it has nothing to say yet."""
+
+    def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The last events."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """The last events of a stream that broke: never the same as a clean end."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Mapping[str, Any]:
+        """Everything in one object."""

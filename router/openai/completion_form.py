@@ -1,0 +1,92 @@
+"""The shapes of a text completion. Chunks and whole answers share one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.router.errors import ApiError
+from tandem.router.form import Naming, Usage
+from tandem.router.openai import sse
+from tandem.router.openai.logprobs import completion_logprobs
+from tandem.router.output import Answer, Delta
+from tandem.router.plan import Plan
+from tandem.router.tokenizer import Tokenizer
+
+
+class CompletionForm:
+    """See `form.Form`."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._envelope = {
+            "id": f"cmpl-{naming.unique_id}",
+            "object": "text_completion",
+            "created": naming.created,
+            "model": naming.model,
+        }
+        self._writer = sse.ChunkWriter(self._envelope, shows_usage=plan.include_usage)
+
+    def begin(self) -> bytes:
+        """Nothing opens a completion, unless the client wants to see its prompt."""
+        if not self._plan.return_token_ids and not self._plan.echo:
+            return b""
+        openings = []
+        for index in range(self._plan.num_sequences):
+            choice = self._choice(index, Delta(text=self._echoed(index)))
+            openings.append(self._writer.chunk(choice | self._prompt(index)))
+        return b"".join(openings)
+
+    def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
+        has_news = delta.text or delta.scored or delta.finish_reason is not None
+        if not has_news and not (self._plan.return_token_ids and delta.token_ids):
+            return b""
+        return self._writer.chunk(self._choice(index, delta))
+
+    def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        last = self._writer.usage(usage.for_openai()) if self._plan.include_usage else b""
+        return last + sse.DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return sse.error(error)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Mapping[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for position in range(len(self._plan.prompts)):
+            start = position * self._plan.num_choices
+            for answer in self._best(answers[start : start + self._plan.num_choices]):
+                choice = self._choice(len(choices), answer.total)
+                choice["text"] = self._echoed(start) + choice["text"]
+                choices.append(choice | self._prompt(start))
+        return {**self._envelope, "choices": choices, "usage": usage.for_openai()}
+
+    def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Those with the highest logprob per token; equals in their order."""
+        num_best = self._plan.num_best or len(answers)
+        return answers if num_best == len(answers) else sorted(answers, key=_mean_logprob, reverse=True)[:num_best]
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.scored and self._plan.shows_logprobs:
+            choice["logprobs"] = completion_logprobs(self._tokenizer, delta.scored)
+        if self._plan.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _echoed(self, index: int) -> str:
+        return self._plan.echo[index // self._plan.num_choices] if self._plan.echo else ""
+
+    def _prompt(self, index: int) -> dict[str, Any]:
+        prompt = self._plan.prompts[index // self._plan.num_choices]
+        return {"prompt_token_ids": list(prompt)} if self._plan.return_token_ids else {}
+
+
+def _mean_logprob(answer: Answer) -> float:
+    scored = answer.total.scored
+    return sum(token.logprobs.logprob for token in scored) / max(1, len(scored))

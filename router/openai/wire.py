@@ -1,0 +1,71 @@
+"""Request bodies: strict parsing, and refusals that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from tandem.router.errors import ApiError, bad_request
+
+
+class WireModel(BaseModel):
+    """Nothing is converted and nothing is ignored: "1" is not a number, and an unknown field is an error."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in this body. NaN, lone surrogates, deep nesting and anything else that is not JSON: 400."""
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(content, dict):
+        raise bad_request("The request body must be a JSON object.", code="invalid_json")
+    return content
+
+
+def without_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """The body without fields of the API that are not served here, where they ask for nothing (null, or one of the
+    listed values). Raises `ApiError` naming the first that asks for something."""
+    for field, harmless in unsupported.items():
+        value = body.get(field)
+        # `==` alone would take 0 for False
+        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+            raise bad_request(f"'{field}' is not supported by this server.", param=field, code="unsupported_parameter")
+    return {field: value for field, value in body.items() if field not in unsupported}
+
+
+def refusal(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
+    """The first thing that is wrong with a body, in one sentence that names the field."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    field = details[0]["loc"][0]
+    # each member of a union complains for itself: the one that got furthest is the one that was meant
+    details = sorted((d for d in details if d["loc"][0] == field), key=lambda d: -_path(d, body).count("["))
+    param = _path(details[0], body)
+    if details[0]["type"] == "extra_forbidden":
+        return bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    if details[0]["type"] == "missing":
+        return bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    complaints = list(dict.fromkeys(detail["msg"] for detail in details if _path(detail, body) == param))
+    return bad_request(f"Invalid value for '{param}': {'; or '.join(complaints)}.", param=param, code="invalid_value")
+
+
+def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
+    """Where in the body: pydantic's location without the names of union members."""
+    here: Any = body
+    path = ""
+    for step in detail["loc"]:
+        if isinstance(here, dict) and isinstance(step, str) and step in here:
+            path += f".{step}" if path else step
+            here = here[step]
+        elif isinstance(here, list) and isinstance(step, int) and step < len(here):
+            path += f"[{step}]"
+            here = here[step]
+    if detail["type"] == "missing":
+        last = str(detail["loc"][-1])
+        path += f".{last}" if path else last
+    return path
