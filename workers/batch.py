@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from tandem.workers.constraint import Constraint
 from tandem.workers.types import SamplingParams, TokenLogprobs
 
 
@@ -24,6 +25,8 @@ class SampleSpec:
     position: int
     token_ids: SequenceOf[int]
     num_prompt_tokens: int
+    constraint: Constraint | None = None
+    """The parameters' biases, bans and grammar; needed if they have any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +69,14 @@ class Batch:
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """In a token's place: this sequence cannot go on. No other worker could go on with it."""
+
+    reason: str
+
+
+StepResult = SampledToken | Refusal | None
+"""What came of one item; None where nothing was to be sampled."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.kernels.capture import Captured
 from tandem.kernels.ops import Ops, Sampled, SamplingInputs, StepLayout
-from tandem.workers.batch import Batch, BatchItem
+from tandem.workers.batch import Batch, BatchItem, SampleSpec
 from tandem.workers.step_inputs import has_penalties, used_blocks
 
 Forward = Callable[[Tensor, StepLayout, Tensor], Tensor]
@@ -210,9 +210,12 @@ class DecodeSteps:
 
 
 def is_plain(batch: Batch) -> bool:
-    """Whether the recorded sampler can serve every item: no penalties, no logprobs."""
-    params = [item.sample.params for item in batch.items if item.sample is not None]
-    return not any(one.num_logprobs is not None or has_penalties(one) for one in params)
+    """Whether the recorded sampler can serve every item: no penalties, no logprobs, no constraints."""
+    return not any(_is_special(item.sample) for item in batch.items if item.sample is not None)
+
+
+def _is_special(spec: SampleSpec) -> bool:
+    return spec.constraint is not None or spec.params.num_logprobs is not None or has_penalties(spec.params)
 
 
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -18,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
+from tandem.workers.batch import Batch, BatchItem, Refusal, SampledToken, SampleSpec, StepResult
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
+from tandem.workers.constraint import Constraint, needs_constraint, validate_constraints
 from tandem.workers.errors import RequestError
+from tandem.workers.grammar import GrammarCache
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
 from tandem.workers.sequence import Sequence, Status
@@ -37,8 +39,8 @@ STEP_FAILED = "the step that computed this request failed"
 class Runner(Protocol):
     """Executes one step. Called from one thread at a time, which is not the event loop's."""
 
-    def execute(self, batch: Batch) -> SequenceOf[SampledToken | None]:
-        """One entry per item, in order: the sampled token, or None where `item.sample` is None."""
+    def execute(self, batch: Batch) -> SequenceOf[StepResult]:
+        """One entry per item, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step did for one sequence. `error`: the step failed and the sequence has ended; say no more to anyone.
+    `is_retryable`: another worker may do better.
 
     `num_computed` tokens of the sequence have KV in `sequence.block_ids`. `token` is None after a chunk that is not the
     last. After a token with neither finish_reason nor error, the sequence goes on (or is HELD, if it has `hold`).
@@ -63,6 +66,7 @@ class StepOutput:
     token: SampledToken | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_retryable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,8 @@ class Engine:
         self.on_incoming: Callable[[Sequence], None] | None = None
         self.before_step: Callable[[Batch], None] | None = None
         self.on_step: Callable[[StepTimes], None] | None = None
+        self.grammars: GrammarCache | None = None
+        """Compiles what requests ask for; prepare a grammar in it before `add`, which otherwise waits for it."""
         self._requests: dict[str, dict[int, Sequence]] = {}
         """Unfinished (HELD included) sequences by request id and choice."""
         self._arrivals = itertools.count()
@@ -134,6 +140,9 @@ class Engine:
             vocab_size=self.vocab_size,
             hold=hold,
         )
+        validate_constraints(request.sampling, self.vocab_size)
+        if request.sampling.grammar is not None and self.grammars is None:
+            raise RequestError("this worker follows no grammars", param="grammar")
 
     def add(
         self, request: Request, *, wants_remote: bool = False, hold: bool = False, num_source_blocks: int = 0
@@ -159,6 +168,7 @@ class Engine:
                 wants_remote=wants_remote,
                 hold=hold,
                 retention=request.retention,
+                constraint=self._constraint(request.sampling),
                 num_source_blocks=num_source_blocks if index == 0 else 0,
                 status=Status.BLOCKED,
                 queued_at=now,
@@ -303,9 +313,7 @@ class Engine:
                 self.on_incoming(sequence)
         return step
 
-    def apply(
-        self, step: Step, results: SequenceOf[SampledToken | None] | None, execute_s: float = 0.0
-    ) -> list[StepOutput]:
+    def apply(self, step: Step, results: SequenceOf[StepResult] | None, execute_s: float = 0.0) -> list[StepOutput]:
         """Account for an executed step; `results` None: it failed. Sequences cancelled meanwhile yield no output."""
         started = time.monotonic()
         outputs: list[StepOutput] = []
@@ -320,7 +328,12 @@ class Engine:
                 self._finish(sequence)
                 continue
             self.scheduler.advance(sequence, chunk.num_tokens)
-            outputs.append(self._output(sequence, results[index]))
+            result = results[index]
+            if isinstance(result, Refusal):
+                outputs.append(StepOutput(sequence, sequence.num_computed, error=result.reason, is_retryable=False))
+                self._finish(sequence)
+                continue
+            outputs.append(self._output(sequence, result))
         if self.on_step is not None:
             apply_s = time.monotonic() - started
             num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
@@ -404,7 +417,14 @@ class Engine:
 
     # Inside
 
-    def _execute(self, step: Step) -> tuple[SequenceOf[SampledToken | None] | None, float]:
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if not needs_constraint(params):
+            return None
+        assert params.grammar is None or self.grammars is not None, "not validated"
+        grammar = None if params.grammar is None or self.grammars is None else self.grammars.get(params.grammar)
+        return Constraint(params, self.vocab_size, None if grammar is None else grammar.start())
+
+    def _execute(self, step: Step) -> tuple[SequenceOf[StepResult] | None, float]:
         """Runs in the runner's thread. Results are None when the runner raised: the batch fails, the worker goes on."""
         started = time.monotonic()
         try:
@@ -434,6 +454,9 @@ class Engine:
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.token_ids[-1] in sequence.params.stop_token_ids:
             return "stop"
+        constraint = sequence.constraint
+        if constraint is not None and constraint.is_complete(sequence.token_ids, sequence.num_prompt_tokens):
+            return "stop"
         is_full = len(sequence.token_ids) >= self.config.max_model_len
         return "length" if is_full or sequence.num_generated >= sequence.params.max_tokens else None
 
@@ -462,5 +485,8 @@ def _item(chunk: Chunk) -> BatchItem:
     end = sequence.num_computed + chunk.num_tokens
     sample = None
     if end == len(sequence.token_ids):
-        sample = SampleSpec(sequence.params, sequence.choice, end, sequence.token_ids, sequence.num_prompt_tokens)
+        sample = SampleSpec(
+            *(sequence.params, sequence.choice, end, sequence.token_ids, sequence.num_prompt_tokens),
+            sequence.constraint,
+        )
     return BatchItem(sequence.token_ids[sequence.num_computed : end], sequence.num_computed, sequence.block_ids, sample)

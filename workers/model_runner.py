@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Ops, Sampled, StepLayout, load_ops
-from tandem.workers.batch import Batch, SampledToken
+from tandem.workers.batch import Batch, SampledToken, SampleSpec, StepResult
 from tandem.workers.decode_step import DecodeSteps, decode_buckets, is_plain
 from tandem.workers.kv_cache import KVCache
+from tandem.workers.masks import Mask, MaskMaker
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.weights import ModelWeights
@@ -28,7 +29,7 @@ class StepCounts:
     replayed: int = 0
     """Recorded decode steps, token and all."""
     replayed_to_logits: int = 0
-    """Recorded up to the logits; sampled by itself, for penalties or logprobs."""
+    """Recorded up to the logits; sampled by itself, for penalties, logprobs, biases or masks."""
     eager: int = 0
     """Computed as they came: prompts, and whatever the recorded steps do not cover."""
 
@@ -65,6 +66,7 @@ class ModelRunner:
         self.decoder.reserve(max(max_num_batched_tokens, max_num_seqs))
         self._logits = weights.embedding.new_empty(max_num_seqs, config.vocab_size)
         self._decode: DecodeSteps | None = None
+        self._masks = MaskMaker()
         self.counts = StepCounts()
 
     @torch.inference_mode()
@@ -93,7 +95,7 @@ class ModelRunner:
         return self._decode.num_ops
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
+    def execute(self, batch: Batch) -> list[StepResult]:
         """Compute the KV of every token of the batch, and sample where asked. Aligned with `batch.items`."""
         if not batch.items:
             return []
@@ -103,27 +105,42 @@ class ModelRunner:
         if self._decode is not None and self._decode.fits(batch):
             return self._replay(self._decode, batch)
         self.counts.eager += 1
-        inputs = build(batch, self._kv_cache.block_size, self._kv_cache.tensor.device)
-        sampled = self.ops.run(lambda: self._compute(inputs))
-        return [None] * len(batch.items) if sampled is None else collect(batch, sampled)
+        return self._compute(batch)
 
-    def _replay(self, decode: DecodeSteps, batch: Batch) -> list[SampledToken | None]:
+    def _replay(self, decode: DecodeSteps, batch: Batch) -> list[StepResult]:
         if is_plain(batch):
             self.counts.replayed += 1
             token_ids = decode.run(batch).token_ids[: len(batch.items)].tolist()
             return [SampledToken(token_id, None) for token_id in token_ids]
         self.counts.replayed_to_logits += 1
+        specs = _specs(batch)
+        wait_for_masks = self._masks.begin(specs)
         logits = decode.run_to_logits(batch)
-        specs = [item.sample for item in batch.items if item.sample is not None]
-        return collect(batch, self.ops.sample(logits, build_sampling(specs, logits.device)))
+        masks = None if wait_for_masks is None else wait_for_masks()
+        return collect(batch, self._sample(logits, specs, masks), masks)
 
-    def _compute(self, inputs: StepInputs) -> Sampled | None:
+    def _compute(self, batch: Batch) -> list[StepResult]:
+        specs = _specs(batch)
+        wait_for_masks = self._masks.begin(specs)
+        inputs = build(batch, self._kv_cache.block_size, self._kv_cache.tensor.device)
+        if not specs:
+            self.ops.run(lambda: self._forward(inputs.token_ids, inputs.layout))
+            return [None] * len(batch.items)
+        if wait_for_masks is None:
+            sampled = self.ops.run(lambda: self._sample(self._sampled_logits(inputs), specs))
+            return collect(batch, sampled)
+        logits = self.ops.run(lambda: self._sampled_logits(inputs))
+        masks = wait_for_masks()
+        return collect(batch, self._sample(logits, specs, masks), masks)
+
+    def _sample(self, logits: Tensor, specs: list[SampleSpec], masks: list[Mask] | None = None) -> Sampled:
+        return self.ops.sample(logits, build_sampling(specs, logits.device, masks))
+
+    def _sampled_logits(self, inputs: StepInputs) -> Tensor:
+        """[num_samples, vocab], until the next step."""
         hidden = self._forward(inputs.token_ids, inputs.layout)
-        if inputs.sampling is None:
-            return None
         sampled_rows = self.ops.embedding(inputs.sample_rows, hidden)
-        logits = self.decoder.logits(sampled_rows, out=self._logits[: inputs.sample_rows.shape[0]])
-        return self.ops.sample(logits, inputs.sampling)
+        return self.decoder.logits(sampled_rows, out=self._logits[: inputs.sample_rows.shape[0]])
 
     def _logits_of(self, token_ids: Tensor, layout: StepLayout, out: Tensor) -> Tensor:
         return self.decoder.logits(self._forward(token_ids, layout), out=out)
@@ -141,3 +158,7 @@ class ModelRunner:
                 raise ValueError(f"positions {item.start} to {end}, max_model_len is {self._max_model_len}")
             if len(item.block_ids) * self._kv_cache.block_size < end:
                 raise ValueError(f"{len(item.block_ids)} blocks for {end} tokens")
+
+
+def _specs(batch: Batch) -> list[SampleSpec]:
+    return [item.sample for item in batch.items if item.sample is not None]

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Penalties, Sampled, SamplingInputs, StepLayout
-from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
+from tandem.kernels.ops import Constraints, Penalties, Sampled, SamplingInputs, StepLayout
+from tandem.workers.batch import Batch, BatchItem, Refusal, SampledToken, SampleSpec, StepResult
+from tandem.workers.masks import Mask
 from tandem.workers.types import SamplingParams, TokenLogprobs
 
 _UINT64 = (1 << 64) - 1
@@ -25,7 +26,6 @@ class StepInputs:
     token_ids: Tensor  # [num_tokens] int64
     layout: StepLayout
     sample_rows: Tensor  # [num_samples] int64: rows of the step whose next token is sampled
-    sampling: SamplingInputs | None  # one row per sample; None: nothing is sampled
 
 
 def build(batch: Batch, block_size: int, device: torch.device | str = "cpu") -> StepInputs:
@@ -50,10 +50,8 @@ def build(batch: Batch, block_size: int, device: torch.device | str = "cpu") -> 
         context_lens=on_device(starts + lengths),
         block_tables=on_device(block_tables),
     )
-    samples = [(index, item.sample) for index, item in enumerate(items) if item.sample is not None]
-    sample_rows = query_starts[[index + 1 for index, _ in samples]] - 1
-    sampling = build_sampling([spec for _, spec in samples], device) if samples else None
-    return StepInputs(on_device(token_ids), layout, on_device(sample_rows), sampling)
+    sampled = np.array([index for index, item in enumerate(items) if item.sample is not None], np.int64)
+    return StepInputs(on_device(token_ids), layout, on_device(query_starts[sampled + 1] - 1))
 
 
 def used_blocks(item: BatchItem, block_size: int) -> Sequence[int]:
@@ -69,8 +67,10 @@ def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     return table
 
 
-def build_sampling(specs: Sequence[SampleSpec], device: torch.device | str = "cpu") -> SamplingInputs:
-    """One row per sample."""
+def build_sampling(
+    specs: Sequence[SampleSpec], device: torch.device | str = "cpu", masks: Sequence[Mask] | None = None
+) -> SamplingInputs:
+    """One row per sample. `masks`: one per sample, where any has a constraint."""
     params = [spec.params for spec in specs]
     seeds = np.array([one.seed & _UINT64 for one in params], np.uint64).view(np.int64)
     logprob_rows = [row for row, one in enumerate(params) if one.num_logprobs is not None]
@@ -83,6 +83,7 @@ def build_sampling(specs: Sequence[SampleSpec], device: torch.device | str = "cp
         choice=torch.tensor([spec.choice for spec in specs]),
         position=torch.tensor([spec.position for spec in specs]),
         penalties=_build_penalties(specs),
+        constraints=None if masks is None else _build_constraints(specs, masks),
         logprob_rows=torch.tensor(logprob_rows) if logprob_rows else None,
         num_top_logprobs=max((one.num_logprobs or 0 for one in params), default=0),
     )
@@ -96,6 +97,28 @@ def _moved(record: Any, device: torch.device | str) -> Any:
     changed: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
     changed |= {name: _moved(value, device) for name, value in values.items() if is_dataclass(value)}
     return replace(record, **changed)
+
+
+def _build_constraints(specs: Sequence[SampleSpec], masks: Sequence[Mask]) -> Constraints | None:
+    held = [mask if isinstance(mask, np.ndarray) else None for mask in masks]
+    words = [mask for mask in held if mask is not None]
+    num_biases = [0 if spec.constraint is None else len(spec.constraint.biases) for spec in specs]
+    if not words and not any(num_biases):
+        return None
+    bias_token_ids = np.zeros((len(specs), max(num_biases)), np.int64)
+    biases = np.zeros(bias_token_ids.shape, np.float32)
+    for row, spec in enumerate(specs):
+        if spec.constraint is not None:
+            bias_token_ids[row, : num_biases[row]] = spec.constraint.bias_token_ids
+            biases[row, : num_biases[row]] = spec.constraint.biases
+    places = iter(range(len(words)))
+    return Constraints(
+        bias_token_ids=torch.from_numpy(bias_token_ids),
+        biases=torch.from_numpy(biases),
+        bias_lens=torch.tensor(num_biases),
+        mask_rows=torch.tensor([-1 if mask is None else next(places) for mask in held]),
+        masks=torch.from_numpy(np.stack(words) if words else np.zeros((1, 1), np.int32)),
+    )
 
 
 def _build_penalties(specs: Sequence[SampleSpec]) -> Penalties | None:
@@ -118,11 +141,21 @@ def has_penalties(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
-def collect(batch: Batch, sampled: Sampled) -> list[SampledToken | None]:
-    """The sampled tokens as records, aligned with the batch's items."""
+def collect(batch: Batch, sampled: Sampled, masks: Sequence[Mask] | None = None) -> list[StepResult]:
+    """The sampled tokens as records, aligned with the batch's items. A row whose mask is a refusal has that instead."""
+    results = _collect(batch, sampled)
+    if masks is not None:
+        rows = [index for index, item in enumerate(batch.items) if item.sample is not None]
+        for index, mask in zip(rows, masks, strict=True):
+            if isinstance(mask, Refusal):
+                results[index] = mask
+    return results
+
+
+def _collect(batch: Batch, sampled: Sampled) -> list[StepResult]:
     token_ids = iter(sampled.token_ids.tolist())
     logprobs = iter(_logprob_rows(sampled))
-    results: list[SampledToken | None] = []
+    results: list[StepResult] = []
     for item in batch.items:
         if item.sample is None:
             results.append(None)

@@ -13,7 +13,7 @@ from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.model_runner import ModelRunner
-from tandem.workers.step_inputs import build
+from tandem.workers.step_inputs import build, build_sampling
 from tandem.workers.types import SamplingParams
 
 BLOCK_SIZE = 16
@@ -176,8 +176,8 @@ def test_build_lays_out_positions_slots_and_blocks() -> None:
     assert inputs.layout.context_lens.tolist() == [18, 1]
     assert inputs.layout.block_tables.tolist() == [[4, 2], [3, 0]]
     assert inputs.sample_rows.tolist() == [3]
-    assert inputs.sampling is not None
-    assert inputs.sampling.seed.tolist() == [-1]
+    assert items[1].sample is not None
+    assert build_sampling([items[1].sample]).seed.tolist() == [-1]
 
 
 @pytest.mark.parametrize(
