@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
+from tandem.kernels.cpu.memory import huge_region
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.transfer.base import NUM_PROBE_BLOCKS
 
@@ -24,8 +27,11 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape = (config.num_kv_heads, config.num_layers, 2, block_size, config.head_dim)
-        self.tensor = torch.empty((num_blocks + NUM_PROBE_BLOCKS, *shape), dtype=dtype, device=device)
+        shape = (num_blocks + NUM_PROBE_BLOCKS, config.num_kv_heads, config.num_layers, 2, block_size, config.head_dim)
+        if torch.device(device).type == "cpu":
+            self.tensor = huge_region(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        else:
+            self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.num_blocks = num_blocks
         """Blocks of the pool, without the probe blocks."""
         self.block_size = block_size
