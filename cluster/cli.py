@@ -160,6 +160,28 @@ def serve(
             help="KV memory per worker.", show_default="a share of the machine, at most 1 GiB", rich_help_panel=ENGINE
         ),
     ] = None,
+    kv_host_memory_bytes: Annotated[
+        int,
+        typer.Option(
+            help="Host memory per worker for KV blocks that its cache gives up; they come back on a hit. 0: none.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = 0,
+    kv_disk_path: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder on local disk for blocks that memory gives up. Found again by a later start with the same "
+            "--cluster-key and the same model.",
+            show_default="none",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
+    kv_disk_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Most bytes there per worker; needed with --kv-disk-path.", show_default="none", rich_help_panel=ENGINE
+        ),
+    ] = None,
     tuning_deadline: Annotated[
         float,
         typer.Option(

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -63,6 +65,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     kv_cache_memory_bytes: int | None = None
+    kv_host_memory_bytes: int = 0
+    kv_disk_path: str | None = None
+    kv_disk_bytes: int | None = None
     tuning_deadline: float = 60.0
     api_key: tuple[str, ...] = ()
     seed: int = 0
@@ -120,8 +125,18 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             limit = getattr(self, field)
             require(limit is None or 0 < limit < float("inf"), field, "must be a positive number of seconds")
         require(self.max_queue >= 0, "max_queue", "must not be negative")
+        self._require_tiers(require)
         self._require_network(require)
         self._require_workers()
+
+    def _require_tiers(self, require: Callable[[bool, str, str], None]) -> None:
+        require(self.kv_host_memory_bytes >= 0, "kv_host_memory_bytes", "must not be negative")
+        require(self.kv_disk_bytes is None or self.kv_disk_bytes > 0, "kv_disk_bytes", "must be positive")
+        require(self.kv_disk_path != "", "kv_disk_path", "must not be empty")
+        if self.kv_disk_path is not None and self.kv_disk_bytes is None:
+            raise UserError("--kv-disk-path needs --kv-disk-bytes: how much of it each worker may take")
+        if self.kv_disk_bytes is not None and self.kv_disk_path is None:
+            raise UserError("--kv-disk-bytes needs --kv-disk-path: a folder to keep KV in")
 
     def _require_network(self, require: Callable[[bool, str, str], None]) -> None:
         require(bool(self.admin_host), "admin_host", "must not be empty")
@@ -232,6 +247,7 @@ def resolve(
             f"--kv-cache-memory-bytes {kv_bytes} for {total_workers} workers exceeds this machine's memory of "
             f"{machine_bytes} bytes"
         )
+    _check_tiers(config, model, 0 if device == "cuda" else kv_bytes, machine_bytes)
     return ResolvedConfig(
         cluster=config,
         model_path=model.folder,
@@ -244,9 +260,49 @@ def resolve(
     )
 
 
+def _check_tiers(config: ClusterConfig, model: ResolvedModel, cache_bytes: int, machine_bytes: int) -> None:
+    """Each tier holds a block at least, and there is room for all of them. `cache_bytes` of host memory per worker are
+    taken already. Raises `UserError`."""
+    block_bytes, num_workers = _block_bytes(config, model), sum(config.num_workers)
+    for field, size in (("kv_host_memory_bytes", config.kv_host_memory_bytes), ("kv_disk_bytes", config.kv_disk_bytes)):
+        if size and size < 2 * block_bytes:
+            raise UserError(
+                f"{flag(field)} {size} is too little: a block of {config.block_size} tokens of {model.name} takes "
+                f"{block_bytes} bytes"
+            )
+    if config.address is not None:
+        return  # other machines have other memories and disks
+    if config.kv_host_memory_bytes and (config.kv_host_memory_bytes + cache_bytes) * num_workers > machine_bytes:
+        raise UserError(
+            f"--kv-host-memory-bytes {config.kv_host_memory_bytes} and the KV cache for {num_workers} workers exceed "
+            f"this machine's memory of {machine_bytes} bytes"
+        )
+    if config.kv_disk_path is not None and config.kv_disk_bytes is not None:
+        total = _prepare_folder(Path(config.kv_disk_path))
+        if config.kv_disk_bytes * num_workers > total:
+            raise UserError(
+                f"--kv-disk-bytes {config.kv_disk_bytes} for {num_workers} workers exceeds the {total} bytes of the "
+                f"file system that holds {config.kv_disk_path}"
+            )
+
+
+def _prepare_folder(folder: Path) -> int:
+    """Make the folder, and see that something can be written there. The bytes of its file system, free or not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return shutil.disk_usage(folder).total
+    except OSError as error:
+        raise UserError(f"--kv-disk-path {folder} cannot be written: {error.strerror}") from error
+
+
+def _block_bytes(config: ClusterConfig, model: ResolvedModel) -> int:
+    return model.config.kv_elements_per_token * ELEMENT_BYTES[model.dtype] * config.block_size
+
+
 def _max_model_len(config: ClusterConfig, model: ResolvedModel, kv_bytes: int) -> int:
     """The model's context, or what was asked for; never more than the KV cache of one worker can hold."""
-    block_bytes = model.config.kv_elements_per_token * ELEMENT_BYTES[model.dtype] * config.block_size
+    block_bytes = _block_bytes(config, model)
     room = kv_bytes // block_bytes * config.block_size
     context = model.config.max_position_embeddings
     wanted = config.max_model_len
@@ -307,6 +363,9 @@ def _worker_config(
         max_num_seqs=cluster.max_num_seqs,
         max_num_batched_tokens=cluster.max_num_batched_tokens,
         kv_cache_memory_bytes=resolved.kv_cache_memory_bytes,
+        kv_host_memory_bytes=cluster.kv_host_memory_bytes,
+        kv_disk_path=None if cluster.kv_disk_path is None else Path(cluster.kv_disk_path).absolute(),
+        kv_disk_bytes=cluster.kv_disk_bytes or 0,
         transfer="local" if role == "aggregated" else cluster.transfer,
         num_threads=resolved.num_threads,
         seed=cluster.seed,

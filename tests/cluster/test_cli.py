@@ -45,6 +45,7 @@ def test_serve_has_the_flags_that_were_promised() -> None:
     promised = (
         "--prefill --decode --aggregated --host --port --admin-port --redis-url --transfer --device --dtype"
         " --block-size --max-model-len --max-num-seqs --max-num-batched-tokens --kv-cache-memory-bytes"
+        " --kv-host-memory-bytes --kv-disk-path --kv-disk-bytes"
         " --api-key --seed --config"
     )
     assert [flag for flag in promised.split() if flag not in shown] == []

@@ -74,6 +74,11 @@ def test_how_many_workers_are_started(asked: dict[str, int], workers: tuple[int,
         ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
         ({"max_model_len": 1}, "--max-model-len must be at least 2"),
         ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes must be positive"),
+        ({"kv_host_memory_bytes": -1}, "--kv-host-memory-bytes must not be negative, but is -1"),
+        ({"kv_disk_path": "/somewhere"}, "--kv-disk-path needs --kv-disk-bytes"),
+        ({"kv_disk_bytes": 1000}, "--kv-disk-bytes needs --kv-disk-path"),
+        ({"kv_disk_path": "/somewhere", "kv_disk_bytes": 0}, "--kv-disk-bytes must be positive"),
+        ({"kv_disk_path": "", "kv_disk_bytes": 1}, "--kv-disk-path must not be empty"),
         ({"redis_url": "http://somewhere"}, "--redis-url must start with"),
         ({"api_key": ("good", "")}, "--api-key must not be empty"),
         ({"transfer": "local"}, "--transfer local"),
@@ -120,6 +125,24 @@ def test_the_caches_must_fit_into_the_machine() -> None:
     assert resolved(kv_cache_memory_bytes=12 * GIB).kv_cache_memory_bytes == 12 * GIB
     with pytest.raises(UserError, match=r"--kv-cache-memory-bytes \d+ for 2 workers exceeds this machine's memory"):
         resolved(kv_cache_memory_bytes=13 * GIB)
+
+
+def test_tiers_must_hold_a_block_and_fit_into_the_machine(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UserError, match="--kv-host-memory-bytes 1000 is too little: a block of 32 tokens"):
+        resolved(kv_host_memory_bytes=1000)
+    with pytest.raises(UserError, match=r"--kv-host-memory-bytes \d+ and the KV cache for 2 workers exceed"):
+        resolved(kv_host_memory_bytes=12 * GIB)
+    with pytest.raises(UserError, match=r"--kv-disk-bytes \d+ for 2 workers exceeds the \d+ bytes of the file system"):
+        resolved(kv_disk_path=str(tmp_path), kv_disk_bytes=1 << 60)
+    with pytest.raises(UserError, match=r"--kv-disk-path \S+file cannot be written"):
+        resolved(kv_disk_path=str(file), kv_disk_bytes=GIB)
+    new = tmp_path / "new"
+    configs = worker_configs(resolved(kv_host_memory_bytes=GIB, kv_disk_path=str(new), kv_disk_bytes=2 * GIB), b"key")
+    assert {(w.kv_host_memory_bytes, w.kv_disk_path, w.kv_disk_bytes) for w in configs} == {(GIB, new, 2 * GIB)}
+    assert new.stat().st_mode & 0o777 == 0o700
+    assert list(new.iterdir()) == []
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

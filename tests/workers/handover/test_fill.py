@@ -301,8 +301,8 @@ async def test_a_lease_that_ended(scene: Any) -> None:
 
 
 async def test_a_lease_is_renewed_while_blocks_are_pulled(scene: Any) -> None:
-    await scene.build(source={"lease_s": 0.4}, heartbeat_s=0.1)
-    scene.plan.arm(Delay(1.0))
+    await scene.build(source={"lease_s": 1.0}, heartbeat_s=0.1)
+    scene.plan.arm(Delay(1.6))
     assert await scene.run() == CachedTokens(peer=NUM_BLOCKS * 16)
 
 
@@ -397,6 +397,31 @@ async def test_a_promise_belongs_to_who_asked(scene: Any) -> None:
     await mine.close()
     await scene.bench.settled(1.0)
     await other.close()
+
+
+async def test_a_block_that_waits_to_be_saved_is_saved_before_a_pull_overwrites_it(
+    scene: Any, make_request: Callable[..., Request]
+) -> None:
+    await scene.build(kv_cache_memory_bytes=SMALL_POOL, kv_host_memory_bytes=4 << 20)
+    other = make_request("other", 1000, content=5)
+    expected = await scene.gateway.ask(other)
+    go_on, save = asyncio.Event(), scene.reader.tiers._save_waiting
+
+    async def save_later() -> None:
+        await go_on.wait()
+        await save()
+
+    scene.reader.tiers._save_waiting = save_later
+    source = KVSource(address=scene.behind_proxy, num_blocks=NUM_BLOCKS)
+    answer = await scene.gateway.ask(scene.request, source=source)
+    assert answer.outcome == scene.expected.outcome
+    assert answer.started[0].cached == CachedTokens(peer=NUM_BLOCKS * 16)
+    go_on.set()
+    await scene.bench.settled()
+    again = await scene.gateway.ask(renamed(other, "again"))
+    assert again.outcome == expected.outcome
+    assert again.started[0].cached.host > 0
+    await scene.bench.settled()
 
 
 # A conversation
