@@ -20,6 +20,7 @@ from tandem.workers.connection import Connection
 from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
 from tandem.workers.fill import Filler
+from tandem.workers.grammar import GrammarCache
 from tandem.workers.handover import Delivered, Handover
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.peers import Peers
@@ -145,7 +146,7 @@ class DecodeWorker:
             if active is None:
                 continue
             if output.error is not None:
-                self._fail(active, output.error, retryable=True)
+                self._fail(active, output.error, retryable=output.is_retryable)
             elif output.token is not None:
                 self._start(active)
                 chunks[active.connection].append(_chunk(active, output))
@@ -170,22 +171,43 @@ class DecodeWorker:
             raise ProtocolError(f"request id {request.request_id!r} is in use on this connection")
         engine_id = f"{self.address.worker_id}.{self.address.epoch}.{next(self._numbers)}"
         active = ActiveRequest(connection, request, engine_id, message.prefill, message.source)
-        renamed = msgspec.structs.replace(request, request_id=engine_id)
-        try:
-            if message.prefill is not None:
-                active.sequences = self.engine.add(renamed, wants_remote=True)
-            else:
-                num_source_blocks = 0 if message.source is None else message.source.num_blocks
-                active.sequences = self.engine.add(renamed, num_source_blocks=num_source_blocks)
-        except RequestError as error:
-            self._send_failed(active, str(error), retryable=False, param=error.param, code=error.code)
-            return
         active.open_choices = {choice.index for choice in request.choices}
         self._requests[connection, request.request_id] = active
         self._by_engine_id[engine_id] = active
         if message.timeout_s is not None:
             loop = asyncio.get_running_loop()
             active.deadline = loop.call_later(message.timeout_s, self._end_late, active)
+        if request.sampling.grammar is None or self.engine.grammars is None:
+            self._begin(active)
+        else:
+            self._tasks.spawn(self._prepare(active, self.engine.grammars, request.sampling.grammar), "grammar")
+
+    async def _prepare(self, active: ActiveRequest, grammars: GrammarCache, text: str) -> None:
+        """Compile the grammar, then begin, unless the request has ended meanwhile."""
+        try:
+            await grammars.prepare(text)
+        except RequestError as error:
+            if self._by_engine_id.get(active.engine_id) is active:
+                self._refuse(active, error)
+        else:
+            if self._by_engine_id.get(active.engine_id) is active:
+                self._begin(active)
+
+    def _begin(self, active: ActiveRequest) -> None:
+        choices = tuple(choice for choice in active.request.choices if choice.index in active.open_choices)
+        request = msgspec.structs.replace(active.request, request_id=active.engine_id, choices=choices)
+        try:
+            if active.prefill is not None:
+                active.sequences = self.engine.add(request, wants_remote=True)
+            else:
+                num_source_blocks = 0 if active.source is None else active.source.num_blocks
+                active.sequences = self.engine.add(request, num_source_blocks=num_source_blocks)
+        except RequestError as error:
+            self._refuse(active, error)
+
+    def _refuse(self, active: ActiveRequest, error: RequestError) -> None:
+        self._forget(active)
+        self._send_failed(active, str(error), retryable=False, param=error.param, code=error.code)
 
     def _start(self, active: ActiveRequest) -> None:
         """Before the first token: say which way the prompt was read. The first choice is the one that read it."""

@@ -16,11 +16,12 @@ from tandem.workers.connection import Connection
 from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import ProtocolError, RequestError
 from tandem.workers.fill import Filler
+from tandem.workers.grammar import GrammarCache
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.peers import Peers
 from tandem.workers.promises import Promise, Promises
-from tandem.workers.protocol import AnyMessage, Prefill
+from tandem.workers.protocol import AnyMessage, Cancel, Prefill
 from tandem.workers.sequence import Sequence
 from tandem.workers.tasks import Tasks
 from tandem.workers.types import Choice, KVSource, Request, TokenChunk
@@ -54,6 +55,8 @@ class PrefillWorker:
         self.peers = peers
         self.metrics = metrics
         self._readings: dict[Sequence, Reading] = {}
+        self._preparing: dict[tuple[Connection, str], asyncio.Task[None]] = {}
+        """Whose grammar is being compiled."""
         self._tasks = Tasks()
         promises.on_ended = self._ended
         filler.source_of = self._source_of
@@ -65,17 +68,24 @@ class PrefillWorker:
 
     def handle(self, connection: Connection, message: AnyMessage) -> None:
         if isinstance(message, Prefill):
-            self._begin(connection, message)
+            self._take(connection, message)
+        elif isinstance(message, Cancel) and (connection, message.request_id) in self._preparing:
+            self._preparing[connection, message.request_id].cancel()
         elif not self.promises.try_handle(connection, message):
             raise ProtocolError(f"a prefill worker does not take {type(message).__name__}")
 
     async def close(self) -> None:
+        for preparing in self._preparing.values():
+            preparing.cancel()
         await self.promises.close()
         await self._tasks.wait()
         await self.peers.close()
         await self.filler.close()
 
     def connection_lost(self, connection: Connection) -> None:
+        for (whose, _), preparing in self._preparing.items():
+            if whose is connection:
+                preparing.cancel()
         self.promises.connection_lost(connection)
 
     def on_outputs(self, outputs: list[StepOutput]) -> None:
@@ -101,6 +111,24 @@ class PrefillWorker:
     def _source_of(self, sequence: Sequence) -> KVSource | None:
         reading = self._readings.get(sequence)
         return None if reading is None else reading.source
+
+    def _take(self, connection: Connection, message: Prefill) -> None:
+        text, grammars = message.sampling.grammar, self.engine.grammars
+        if text is None or grammars is None:
+            self._begin(connection, message)
+            return
+        name = (connection, message.request_id)
+        self._preparing[name] = self._tasks.spawn(self._prepare(connection, message, grammars, text), "grammar")
+        self._preparing[name].add_done_callback(lambda _: self._preparing.pop(name))
+
+    async def _prepare(self, connection: Connection, message: Prefill, grammars: GrammarCache, text: str) -> None:
+        """Compile the grammar, then begin."""
+        try:
+            await grammars.prepare(text)
+        except RequestError as error:
+            self.promises.refuse(connection, message.request_id, str(error))
+        else:
+            self._begin(connection, message)
 
     def _begin(self, connection: Connection, message: Prefill) -> None:
         prompt, emitted = message.token_ids[: message.num_prompt_tokens], message.token_ids[message.num_prompt_tokens :]

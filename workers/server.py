@@ -22,12 +22,14 @@ from tandem.workers.decode import DecodeWorker
 from tandem.workers.engine import Engine, StepOutput, StepTimes
 from tandem.workers.errors import ProtocolError, UserError, WorkerUnavailable
 from tandem.workers.fill import Filler
+from tandem.workers.grammar import GrammarCache, load_grammar_tokenizer
 from tandem.workers.kv_cache import LAYOUT_VERSION, KVCache, num_blocks_for
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.checkpoint import check_model, load_weights, revision_of
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.offload.create import create_tiers
+from tandem.workers.offload.records import TierEvent, nobody_listens
 from tandem.workers.peers import Peers, write_probe_pattern
 from tandem.workers.prefill import PrefillWorker
 from tandem.workers.prefix_cache import CacheEvent
@@ -61,8 +63,8 @@ class RoleWorker(Protocol):
 class WorkerServer:
     """`start`, use, `stop`. Everything runs on the event loop that called `start`, the model in one thread beside it.
 
-    `on_cache_event` is called on that loop for every block that enters or leaves the prefix cache; `on_progress` with
-    the name of each phase of the start as it begins. `local_pools` is shared by workers of one process that use the
+    `on_cache_event` is called on that loop for every block that enters or leaves the prefix cache, `on_tier_event` for
+    those of lower tiers; `on_progress` with the name of each phase of the start as it begins. `local_pools` is shared by workers of one process that use the
     "local" transfer; `wrap_transfer` lets tests put faults around the transport.
     """
 
@@ -71,6 +73,7 @@ class WorkerServer:
         config: WorkerConfig,
         *,
         on_cache_event: CacheEvent | None = None,
+        on_tier_event: TierEvent = nobody_listens,
         on_progress: Callable[[str], None] | None = None,
         local_pools: LocalPools | None = None,
         wrap_transfer: Callable[[Transfer, KVPoolMemory], Transfer] | None = None,
@@ -79,6 +82,7 @@ class WorkerServer:
         self.metrics = WorkerMetrics()
         self._speed_meter = SpeedMeter()
         self._on_cache_event = on_cache_event
+        self._on_tier_event = on_tier_event
         self._progress = on_progress or logger.info
         self._local_pools = local_pools
         self._wrap_transfer = wrap_transfer
@@ -97,13 +101,16 @@ class WorkerServer:
         self.engine = Engine(
             runner, config, kv_cache.num_blocks, self.identity, self._on_cache_event, vocab_size=model.vocab_size
         )
+        self.engine.grammars = GrammarCache(
+            lambda: load_grammar_tokenizer(config.model_path, model.vocab_size, model.eos_token_ids)
+        )
         self.engine.on_step = self._observe_step
         self._server = await self._listen()
         port = self._server.sockets[0].getsockname()[1]
         self.address = WorkerAddress(
             worker_id=config.worker_id, epoch=config.epoch, role=config.role, host=config.host, port=port
         )
-        self.tiers = create_tiers(config, self.identity, kv_cache, self.metrics)
+        self.tiers = create_tiers(config, self.identity, kv_cache, self.metrics, self._on_tier_event)
         self.role = self._create_role(kv_cache)
         if self.tiers is not None:
             await self.tiers.start()
@@ -127,6 +134,8 @@ class WorkerServer:
         engine_task, role_task = self._tasks
         role_task.cancel()
         await asyncio.wait([engine_task, role_task])
+        if self.engine.grammars is not None:
+            self.engine.grammars.close()
         if self.tiers is not None:
             await self.tiers.close()
         await self.transfer.close()
@@ -152,6 +161,7 @@ class WorkerServer:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
             speeds=self._speed_meter.speeds(),
+            kv_tier_blocks={} if self.tiers is None else self.tiers.num_blocks(),
             counters=self.metrics.counters | self._step_counts.series(self.config.role),
             histograms=self.metrics.take_observations(),
         )

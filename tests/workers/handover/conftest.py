@@ -41,7 +41,7 @@ KEY = b"test key"
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers, with a tokenizer that nobody uses."""
+    """A random Llama of two layers, whose tokens are three control tokens and the printable characters."""
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
@@ -59,8 +59,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.utils.logging.disable_progress_bar()
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    vocab = {f"t{index}": index for index in range(VOCAB)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {"\u0120" if index == 3 else chr(29 + index): index for index in range(3, VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
 
