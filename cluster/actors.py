@@ -19,7 +19,8 @@ from tandem.workers.errors import TandemError, UserError
 from tandem.workers.types import WorkerAddress
 
 if TYPE_CHECKING:
-    from tandem.router.prefix_index import IndexPublisher
+    from tandem.cluster.placement import NodeSettings
+    from tandem.router.index.publisher import IndexPublisher
     from tandem.workers.server import WorkerServer
 
 
@@ -82,16 +83,18 @@ class WorkerActor:
         server_class = await asyncio.to_thread(_import_server)  # torch takes seconds; `phase` is answered meanwhile
         if self._node is not None:
             self._config = await asyncio.to_thread(_at_home, self._config, self._node, self._set_phase)
-        on_cache_event = None
+        on_event = None
         if self._index is not None:
             self._publisher = self._create_publisher(self._index)
             await self._publisher.start()
-            on_cache_event = self._publisher.record
-        self._server = server_class(self._config, on_cache_event=on_cache_event, on_progress=self._set_phase)
+            on_event = self._publisher.record
+        self._server = server_class(
+            self._config, on_cache_event=on_event, on_tier_event=on_event, on_progress=self._set_phase
+        )
         return await self._server.start()
 
     def _create_publisher(self, index: IndexSettings) -> IndexPublisher:
-        from tandem.router.prefix_index import IndexPublisher
+        from tandem.router.index.publisher import IndexPublisher
 
         return IndexPublisher(
             index.redis_url,

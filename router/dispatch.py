@@ -27,9 +27,10 @@ from tandem.router.accounts import Charge, WorkerAccount
 from tandem.router.admission import Gate, Prediction
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, internal_error, nobody_left
+from tandem.router.index.reader import IndexReader
+from tandem.router.index.scripts import Holder
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RequestView, Route, pick_prefill, route
-from tandem.router.prefix_index import Holder, IndexReader
 from tandem.router.workers import Mailbox, WorkerLink, WorkerLost, WorkerSet
 from tandem.workers.block_key import block_keys, root_key
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
@@ -166,6 +167,7 @@ class Generation:
         metrics = self._dispatcher.metrics
         metrics.router_decision.observe(self._lookup_s + time.perf_counter() - began)
         metrics.predicted_ttft.observe(chosen.ttft_s)
+        self._note_routed(chosen)
         self._booked = _Attempt(self, chosen, self._remaining_request(), self._view)
 
     def close(self) -> None:
@@ -173,6 +175,13 @@ class Generation:
         if self._booked is not None:
             self._booked.end()
             self._booked = None
+
+    def _note_routed(self, chosen: Route) -> None:
+        """Both workers are about to hold the prompt; the index says so only later."""
+        if self._dispatcher.index is not None:
+            workers = self._dispatcher.workers
+            links = [workers.get(name) for name in (chosen.prefill, chosen.decode) if name is not None]
+            self._dispatcher.index.note_routed(self._keys or (), [_holder(link) for link in links if link is not None])
 
     async def _attempt(self, attempt: _Attempt, sink: Sink) -> str | None:
         """Let one decode worker serve what is left. None: all done. Otherwise the reason to try another."""

@@ -19,7 +19,6 @@ import time
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tandem.router import health
@@ -29,10 +28,11 @@ from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.errors import ApiError, internal_error, nobody_left, shutting_down
 from tandem.router.http import request_id
+from tandem.router.index.reader import IndexReader
 from tandem.router.metrics import RouterMetrics
-from tandem.router.openai import chat, completions
-from tandem.router.openai.endpoint import LAST_WORDS_S, GenerationEndpoint, House, check_model
-from tandem.router.prefix_index import IndexReader
+from tandem.router.openai.endpoint import LAST_WORDS_S, House
+from tandem.router.responses.store import ResponseStore
+from tandem.router.routes import public_routes
 from tandem.router.tokenizer import Tokenizer
 from tandem.router.workers import WorkerSet
 from tandem.workers.types import WorkerSnapshot
@@ -62,7 +62,6 @@ class Gateway:
         self.app: ASGIApp = KeyCheck(self._public_app(), config.api_keys)
         self.admin_app: ASGIApp = self._admin_app()
         self._house: House | None = None
-        self._created = int(time.time())
 
     async def start(self) -> None:
         """Raises `ModelError` when the tokenizer's files cannot be used."""
@@ -109,21 +108,7 @@ class Gateway:
 
     def _public_app(self) -> FastAPI:
         app = _bare_app()
-        chat_endpoint = GenerationEndpoint(self._open_house, lambda body, caller: chat.parse(body))
-        completion_endpoint = GenerationEndpoint(self._open_house, lambda body, caller: completions.parse(body))
-        # plain ASGI: a response object between us and `send` would halve the number of events per second
-        app.router.routes.append(Route("/v1/chat/completions", chat_endpoint, methods=["POST"]))
-        app.router.routes.append(Route("/v1/completions", completion_endpoint, methods=["POST"]))
-
-        @app.get("/v1/models")
-        async def list_models() -> Response:
-            return JSONResponse({"object": "list", "data": [self._model()]})
-
-        @app.get("/v1/models/{model:path}")
-        async def get_model(model: str) -> Response:
-            check_model(model, self.config)
-            return JSONResponse(self._model())
-
+        app.router.routes += public_routes(self._open_house, ResponseStore(), int(time.time()))
         self._add_health(app)
         return app
 
@@ -160,15 +145,6 @@ class Gateway:
             if reasons:
                 return JSONResponse({"status": "not ready", "reasons": reasons}, 503)
             return JSONResponse({"status": "ready"})
-
-    def _model(self) -> dict[str, object]:
-        return {
-            "id": self.config.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "tandem",
-            "max_model_len": self.config.max_model_len,
-        }
 
 
 def _bare_app() -> FastAPI:
