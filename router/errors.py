@@ -2,10 +2,14 @@
 
 TandemError
 └── ApiError            ends a request with an HTTP status, or with an error event when the stream has begun
+    └── Cancelled       by another request
 ClientDisconnected      nobody is left to be told anything
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 
 from tandem.workers.errors import TandemError
 
@@ -46,12 +50,36 @@ class ApiError(TandemError):
         return {"error": error}
 
 
+class Cancelled(ApiError):
+    """Somebody asked for the end of a request."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "The response was cancelled.", code="response_cancelled")
+
+
 class ClientDisconnected(Exception):
     """The client hung up."""
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error for an API in which the field has another name."""
+    param = error.param or ""
+    match = re.match(r"[a-z_]+", param)
+    if match is None or match[0] not in names:
+        return error
+    old, new = match[0], names[match[0]]
+    return ApiError(
+        error.status,
+        error.message.replace(f"'{old}", f"'{new}"),
+        type=error.type,
+        param=new + param[len(old) :],
+        code=error.code,
+        headers=error.headers,
+    )
 
 
 def nobody_left(message: str = "No worker is available to serve this request. Please try again.") -> ApiError:

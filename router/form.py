@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ class Naming:
     model: str
     created: int
     """Unix time in seconds."""
+    cancel: Callable[[], None]
+    """Ends the request from outside."""
 
 
 @dataclass(frozen=True, slots=True)

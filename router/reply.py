@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from tandem.router.errors import ApiError
+from tandem.router.errors import ApiError, Cancelled
 from tandem.router.form import Form, Usage
 from tandem.router.http import EVENT_STREAM_HEADERS, send_error, send_json
 from tandem.router.metrics import RouterMetrics
@@ -93,6 +93,10 @@ class Reply:
     async def fail(self, error: ApiError) -> None:
         """The one thing that is said of a request that could not be served."""
         raise NotImplementedError
+
+    def leave(self) -> None:
+        """The client is gone; the form may want to know."""
+        self._form.fail(Cancelled())
 
     async def _begin(self) -> None:
         """The headers are complete."""

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.router.admission import Admission, Gate
 from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher, Generation, enter_together, run_all
-from tandem.router.errors import ApiError, ClientDisconnected, bad_request, internal_error, too_slow
+from tandem.router.errors import ApiError, Cancelled, ClientDisconnected, bad_request, internal_error, too_slow
 from tandem.router.form import Form, Naming
 from tandem.router.grammar import check_grammar
 from tandem.router.http import caller, check_json, read_body, request_id, send_error, until_disconnect
@@ -105,6 +105,10 @@ class GenerationEndpoint:
             body = await read_body(scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
             await self._watched(exchange, body, receive)
         except ClientDisconnected:
+            exchange.leave()
+            return "cancelled"
+        except Cancelled as error:
+            await exchange.fail(error)
             return "cancelled"
         except ApiError as error:
             await exchange.fail(error)
@@ -121,7 +125,7 @@ class GenerationEndpoint:
         work = asyncio.create_task(self._answer(exchange, body), name=f"request {exchange.request_id}")
         gone = asyncio.create_task(until_disconnect(receive))
         try:
-            ends: set[asyncio.Future[Any]] = {work, gone, closing}
+            ends: set[asyncio.Future[Any]] = {work, gone, closing, exchange.cancelled}
             await asyncio.wait(
                 ends,
                 timeout=exchange.house.config.request_timeout_s,
@@ -131,6 +135,8 @@ class GenerationEndpoint:
                 await work
             elif gone.done():
                 raise ClientDisconnected
+            elif exchange.cancelled.done():
+                raise Cancelled
             elif closing.done():
                 raise closing.result()
             else:
@@ -218,6 +224,11 @@ class _Exchange:
         self._error_body = error_body
         self.arrived = arrived
         self._reply: Reply | None = None
+        self.cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _cancel(self) -> None:
+        if not self.cancelled.done():
+            self.cancelled.set_result(None)
 
     @property
     def is_admitted(self) -> bool:
@@ -225,7 +236,7 @@ class _Exchange:
 
     def begin(self, asked: Asked, plan: Plan) -> Reply:
         house = self.house
-        naming = Naming(self.unique_id, house.config.model_name, int(time.time()))
+        naming = Naming(self.unique_id, house.config.model_name, int(time.time()), self._cancel)
         kind = StreamReply if plan.stream else WholeReply
         self._reply = kind(
             plan=plan,
@@ -238,6 +249,11 @@ class _Exchange:
             arrived=self.arrived,
         )
         return self._reply
+
+    def leave(self) -> None:
+        """Nobody listens any more."""
+        if self._reply is not None:
+            self._reply.leave()
 
     async def fail(self, error: ApiError) -> None:
         """Tell the client, unless it does not read."""

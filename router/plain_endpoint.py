@@ -1,0 +1,62 @@
+"""An endpoint that answers with one JSON object and asks no worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from tandem.router.errors import ApiError, ClientDisconnected, bad_request, internal_error
+from tandem.router.http import caller, check_json, read_body, request_id, send_error, send_json
+from tandem.router.openai.endpoint import LARGE_BODY_BYTES, House, openai_error
+from tandem.workers.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class PlainEndpoint:
+    """As a plain ASGI application. `answer` is given the house, the body, the caller and the path's parameters."""
+
+    def __init__(
+        self,
+        house: Callable[[], House],
+        answer: Callable[[House, bytes, str, Mapping[str, str]], Mapping[str, Any]],
+        *,
+        has_body: bool,
+        error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error,
+    ) -> None:
+        self._house = house
+        self._answer = answer
+        self._has_body = has_body
+        self._error_body = error_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [("x-request-id", request_id(scope))]
+        try:
+            await send_json(send, 200, await self._answered(scope, receive), headers)
+        except ClientDisconnected:
+            return
+        except ApiError as error:
+            await send_error(send, error, headers, body=self._error_body(error))
+        except Exception:
+            logger.exception("a request to %s met a bug", scope["path"])
+            bug = internal_error()
+            await send_error(send, bug, headers, body=self._error_body(bug))
+
+    async def _answered(self, scope: Scope, receive: Receive) -> Mapping[str, Any]:
+        house = self._house()
+        body = b""
+        if self._has_body:
+            check_json(scope)
+            limit, timeout_s = house.config.max_body_bytes, house.config.body_timeout_s
+            body = await read_body(scope, receive, max_bytes=limit, timeout_s=timeout_s)
+        given = (house, body, caller(scope), scope.get("path_params", {}))
+        try:
+            if len(body) < LARGE_BODY_BYTES:
+                return self._answer(*given)
+            return await asyncio.to_thread(self._answer, *given)
+        except RequestError as error:
+            raise bad_request(f"{error}.", param=error.param) from error
