@@ -28,9 +28,10 @@ from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.errors import ApiError, internal_error, nobody_left, shutting_down
 from tandem.router.http import request_id
+from tandem.router.index.reader import IndexReader
+from tandem.router.index.reader import IndexReader
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.endpoint import LAST_WORDS_S, House
-from tandem.router.prefix_index import IndexReader
 from tandem.router.responses.store import ResponseStore
 from tandem.router.routes import public_routes
 from tandem.router.tokenizer import Tokenizer
