@@ -29,7 +29,6 @@ from tandem.router.dispatch import Dispatcher
 from tandem.router.errors import ApiError, internal_error, nobody_left, shutting_down
 from tandem.router.http import request_id
 from tandem.router.index.reader import IndexReader
-from tandem.router.index.reader import IndexReader
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.endpoint import LAST_WORDS_S, House
 from tandem.router.responses.store import ResponseStore
