@@ -162,3 +162,53 @@ def test_evicted_blocks_are_told_while_their_content_is_there(
     engine.add(make_request("b", range(50, 62), max_tokens=1))
     engine.step()
     assert evicted == [(keys[1], keys[0], (4, 5, 6, 7), blocks[1], 35)]
+
+
+def test_a_source_that_holds_no_more_than_the_pool_is_not_asked(
+    make_engine: MakeEngine, make_request: MakeRequest
+) -> None:
+    engine = make_engine(50)
+    engine.add(make_request("before", range(13), max_tokens=1))
+    finish(engine)
+    [sequence] = engine.add(make_request("r", range(30)), num_source_blocks=3)
+    engine.step()
+    assert sequence.status is Status.RUNNING
+
+
+def test_who_is_sent_back_asks_its_source_no_more(make_engine: MakeEngine, make_request: MakeRequest) -> None:
+    engine = make_engine(10)
+    [sequence] = engine.add(make_request("r", range(30)), num_source_blocks=6)
+    engine.step()
+    late = sequence.block_ids[:3]
+    assert not engine.quarantine(sequence, late)
+    engine.end_quarantine(late)
+    engine.step()
+    assert (sequence.status, sequence.num_source_blocks) == (Status.RUNNING, 0)
+    finish(engine)
+
+
+def test_what_it_finds_of_itself_when_it_comes_back_is_not_cached(
+    make_engine: MakeEngine, make_request: MakeRequest
+) -> None:
+    engine = make_engine(50)
+    engine.add(make_request("before", range(9), max_tokens=1))
+    finish(engine)
+    [sequence] = engine.add(make_request("r", range(30)))
+    engine.step()
+    assert (sequence.cached, sequence.num_computed) == (CachedTokens(pool=8), 24)
+    engine.scheduler._preempt(sequence)
+    engine.scheduler.tiers = Holds(1)
+    engine.step()
+    assert sequence.status is Status.INCOMING
+    fill(engine, sequence, 28)
+    engine.blocks_arrived(sequence, 28, "host")
+    assert sequence.cached == CachedTokens(pool=8)
+    engine.handover_abandoned(sequence, 28)
+    engine.step()
+    assert len(sequence.token_ids) == 31
+    engine.scheduler.tiers = Holds(0)
+    engine.scheduler._preempt(sequence)
+    engine.pool.release(engine.pool.allocate(50))  # what it had is gone
+    engine.step()
+    assert sequence.num_pool_blocks == 0
+    assert sequence.cached == CachedTokens(pool=8), "this was told with the first token"

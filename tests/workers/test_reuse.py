@@ -103,6 +103,23 @@ def test_a_copy_waits_with_its_sequence_for_room_in_a_step(make_engine: MakeEngi
     run(engine)
 
 
+@pytest.mark.parametrize("fate", ["cancelled", "preempted"])
+def test_a_copy_that_is_never_made_pins_nothing(make_engine: MakeEngine, make_request: MakeRequest, fate: str) -> None:
+    engine = make_engine(50, max_num_batched_tokens=8, local_prefill_tokens=8)
+    admit(engine, make_request("first", range(8), max_tokens=1))
+    engine.add(make_request("long", range(100, 120)))
+    [waits] = engine.add(make_request("short", [*range(7), 99]), wants_remote=True)
+    engine.step()
+    assert waits.copy is not None
+    if fate == "cancelled":
+        engine.cancel("short")
+    else:
+        engine.scheduler._preempt(waits)
+    engine.check()
+    assert engine.counts().used == 5, "those of the long one"
+    run(engine)
+
+
 def test_the_source_makes_way_when_the_pool_is_just_large_enough(
     make_engine: MakeEngine, make_request: MakeRequest
 ) -> None:
@@ -222,3 +239,15 @@ def test_siblings_with_a_past_of_their_own_share_the_prompt(make_engine: MakeEng
     _, *siblings = engine.add(make_request("r", range(14), max_tokens=10, emitted=emitted))
     assert run(engine) == {("r", choice): whole[choice][3 * choice :] for choice in range(3)}
     assert [sibling.cached.total for sibling in siblings] == [14, 14]
+
+
+def test_a_block_that_is_still_to_be_copied_is_not_copied_on(
+    make_engine: MakeEngine, make_request: MakeRequest
+) -> None:
+    engine = make_engine(20)
+    leader, sibling = engine.add(make_request("r", range(14), emitted={0: [], 1: []}))
+    engine.step()
+    names = engine.scheduler.names
+    assert names.find(sibling).source == leader.block_ids[3]
+    leader.copy = BlockCopy(19, leader.block_ids[3], 2)
+    assert names.find(sibling).source is None
