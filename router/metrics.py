@@ -159,4 +159,9 @@ class WorkerCollector(Collector):
                 blocks.add_metric([*of, state], getattr(snapshot.blocks, state))
             running.add_metric(of, snapshot.num_running)
             waiting.add_metric(of, snapshot.num_waiting)
-        yield from (blocks, running, waiting)
+        yield from (blocks, tiers, running, waiting)
+        tiers = GaugeMetricFamily(
+            "tandem_kv_tier_blocks", "KV blocks below the pool.", labels=["role", "worker", "tier"]
+        )
+            for tier, num_blocks in snapshot.kv_tier_blocks.items():
+                tiers.add_metric([*of, tier], num_blocks)

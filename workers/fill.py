@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 
 from tandem.workers.attempt import Reader
@@ -32,6 +33,8 @@ PAIRING_S = 0.1
 """More for the first fetch from a worker."""
 MAX_PATHS = 1024
 """Incarnations of peers whose speed is remembered."""
+AVOID_S = 10.0
+"""How long a peer is not asked again after it failed to deliver."""
 UNKNOWN_PEER = PathSpeed(bytes_per_s=1e9, latency_s=PEER_LATENCY_S + PAIRING_S)
 
 
@@ -56,6 +59,7 @@ class Filler:
         self._speeds = speeds
         self._block_size = engine.config.block_size
         self._paths: dict[WorkerAddress, MeasuredPath] = {}
+        self._avoided_until: dict[WorkerAddress, float] = {}
         self._numbers = itertools.count()
         self._tasks = Tasks()
         engine.scheduler.is_fill_faster = self.is_fill_faster
@@ -147,6 +151,7 @@ class Filler:
             num_blocks = await fetch.run(self.peers, source.address)
         except TransferError as error:
             self._count_fetch("failed")
+            self._avoid(source.address)
             self.count_failure(f"fetch from {source.address.worker_id}", error)
             is_alive = not isinstance(error, PullTimeout) or self.set_aside(sequence, fetch.pulling, error)
             return is_alive and not sequence.is_finished
@@ -161,6 +166,8 @@ class Filler:
 
     def _does_peer_pay(self, source: KVSource, first: int, end: int) -> bool:
         if source.address.worker_id == self.address.worker_id or end <= first:
+            return False
+        if self._avoided_until.get(source.address, 0.0) > time.monotonic():
             return False
         num_bytes = (end - first) * self.reader.kv_cache.block_bytes
         return self._path_to(source.address).seconds(num_bytes) < self._compute_s(first, end)
@@ -181,6 +188,11 @@ class Filler:
                 self._paths.clear()
             path = self._paths[address] = MeasuredPath(PathSpeed(fetch.pulled_bytes / fetch.pull_s, PEER_LATENCY_S))
         path.observe(fetch.pulled_bytes, fetch.pull_s + PEER_LATENCY_S)
+
+    def _avoid(self, address: WorkerAddress) -> None:
+        if len(self._avoided_until) >= MAX_PATHS:
+            self._avoided_until.clear()
+        self._avoided_until[address] = time.monotonic() + AVOID_S
 
     def _compute_s(self, first: int, end: int) -> float:
         return compute_seconds(self._speeds(), first * self._block_size, end * self._block_size)

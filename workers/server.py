@@ -64,8 +64,8 @@ class WorkerServer:
     """`start`, use, `stop`. Everything runs on the event loop that called `start`, the model in one thread beside it.
 
     `on_cache_event` is called on that loop for every block that enters or leaves the prefix cache, `on_tier_event` for
-    those of lower tiers; `on_progress` with the name of each phase of the start as it begins. `local_pools` is shared by workers of one process that use the
-    "local" transfer; `wrap_transfer` lets tests put faults around the transport.
+    those of lower tiers; `on_progress` with the name of each phase of the start as it begins. `local_pools` is shared
+    by workers of one process that use the "local" transfer; `wrap_transfer` lets tests put faults around the transport.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WorkerServer:
         config: WorkerConfig,
         *,
         on_cache_event: CacheEvent | None = None,
-        on_tier_event: TierEvent = nobody_listens,
+        on_tier_event: TierEvent | None = None,
         on_progress: Callable[[str], None] | None = None,
         local_pools: LocalPools | None = None,
         wrap_transfer: Callable[[Transfer, KVPoolMemory], Transfer] | None = None,
@@ -82,7 +82,7 @@ class WorkerServer:
         self.metrics = WorkerMetrics()
         self._speed_meter = SpeedMeter()
         self._on_cache_event = on_cache_event
-        self._on_tier_event = on_tier_event
+        self._on_tier_event = on_tier_event or nobody_listens
         self._progress = on_progress or logger.info
         self._local_pools = local_pools
         self._wrap_transfer = wrap_transfer

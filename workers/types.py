@@ -176,6 +176,8 @@ class WorkerSnapshot(Record, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     """Sequences that run at once; more of them wait. None: not told."""
     speeds: WorkerSpeeds = WorkerSpeeds()
+    kv_tier_blocks: dict[str, int] = {}
+    """Blocks that tiers below the pool hold, by tier ("host", "disk")."""
     counters: dict[str, float] = {}
     """Monotonic counters for /metrics, keyed `name` or `name{label="value"}` (see workers/metrics.py)."""
     histograms: dict[str, tuple[float, ...]] = {}

@@ -12,6 +12,7 @@ from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.offload.disk import DiskTier
 from tandem.workers.offload.disk_file import DiskFile, num_slots_for, worker_file
 from tandem.workers.offload.host import HostTier
+from tandem.workers.offload.records import TierEvent, nobody_listens
 from tandem.workers.offload.tiers import PoolMemory, Tiers
 from tandem.workers.types import ModelIdentity
 
@@ -20,20 +21,25 @@ NUM_SPARE_BLOCKS = 16
 
 
 def create_tiers(
-    config: WorkerConfig, identity: ModelIdentity, memory: PoolMemory, metrics: WorkerMetrics
+    config: WorkerConfig,
+    identity: ModelIdentity,
+    memory: PoolMemory,
+    metrics: WorkerMetrics,
+    on_event: TierEvent = nobody_listens,
 ) -> Tiers | None:
     """None when no tier was asked for. Raises `UserError` when one would not hold a single block."""
     num_host = config.kv_host_memory_bytes // memory.block_bytes
     if config.kv_host_memory_bytes and num_host == 0:
         raise UserError(f"kv_host_memory_bytes must hold a block, which is {memory.block_bytes} bytes")
-    disk = _create_disk(config, identity, memory.block_bytes, metrics)
+    disk = _create_disk(config, identity, memory.block_bytes, metrics, on_event)
     if num_host == 0 and disk is None:
         return None
-    return Tiers(memory, config.block_size, HostTier(num_host, NUM_SPARE_BLOCKS, memory.block_bytes), disk, metrics)
+    host = HostTier(num_host, NUM_SPARE_BLOCKS, memory.block_bytes, on_event)
+    return Tiers(memory, config.block_size, host, disk, metrics)
 
 
 def _create_disk(
-    config: WorkerConfig, identity: ModelIdentity, block_bytes: int, metrics: WorkerMetrics
+    config: WorkerConfig, identity: ModelIdentity, block_bytes: int, metrics: WorkerMetrics, on_event: TierEvent
 ) -> DiskTier | None:
     if config.kv_disk_path is None:
         return None
@@ -52,7 +58,7 @@ def _create_disk(
         else:
             metrics.count("kv_tier_failures_total", tier="disk", reason=event)
 
-    return DiskTier(open_file, num_slots, block_bytes, count)
+    return DiskTier(open_file, num_slots, block_bytes, count, on_event)
 
 
 def namespace_of(identity: ModelIdentity, cluster_key: bytes) -> bytes:

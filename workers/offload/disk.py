@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tandem.workers.offload.disk_file import DiskFile, StoredRecord
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed
-from tandem.workers.offload.records import EvictionOrder, Record
+from tandem.workers.offload.records import EvictionOrder, Record, TierEvent, nobody_listens
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,14 @@ class DiskTier:
     "evicted", "damaged", "error"."""
 
     def __init__(
-        self, open_file: Callable[[], DiskFile], num_slots: int, block_bytes: int, count: Callable[[str], None]
+        self,
+        open_file: Callable[[], DiskFile],
+        num_slots: int,
+        block_bytes: int,
+        count: Callable[[str], None],
+        on_event: TierEvent = nobody_listens,
     ) -> None:
+        self._on_event = on_event
         self.path = MeasuredPath(PathSpeed(bytes_per_s=0.5e9, latency_s=0.001))
         self._open_file = open_file
         self._count = count
@@ -118,6 +124,7 @@ class DiskTier:
                 continue
             self._entries[found.record.key] = DiskEntry(found.record, found.slot)
             self._order.add(found.record.key, found.record.priority)
+            self._on_event("stored", found.record.key, "disk")
         taken = {entry.slot for entry in self._entries.values()}
         self._free = [slot for slot in self._free if slot not in taken]
         self._numbers = itertools.count(1 + max((found.written for found in stored), default=0))
@@ -160,6 +167,7 @@ class DiskTier:
         self._has_warned = False
         self._entries[record.key] = DiskEntry(record, slot)
         self._order.add(record.key, record.priority)
+        self._on_event("stored", record.key, "disk")
         return True
 
     async def read(self, entry: DiskEntry, put: Callable[[npt.NDArray[np.uint8]], None], timeout_s: float) -> bool:
@@ -220,6 +228,7 @@ class DiskTier:
             return None
         self._order.remove(key)
         self._count("evicted")
+        self._on_event("removed", key, "disk")
         return self._entries.pop(key).slot
 
     def _begin_read(self, entry: DiskEntry) -> None:
@@ -241,6 +250,7 @@ class DiskTier:
         del self._entries[entry.record.key]
         self._order.remove(entry.record.key)
         self._count("damaged")
+        self._on_event("removed", entry.record.key, "disk")
         if entry.num_readers == 0:
             self._free.append(entry.slot)
 

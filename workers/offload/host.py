@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tandem.workers.offload.records import EvictionOrder, Record
+from tandem.workers.offload.records import EvictionOrder, Record, TierEvent, nobody_listens
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +31,14 @@ class HostEntry:
 class HostTier:
     """At most `capacity` blocks, and `num_spare` slots for those on their way in or out."""
 
-    def __init__(self, capacity: int, num_spare: int, block_bytes: int) -> None:
+    def __init__(self, capacity: int, num_spare: int, block_bytes: int, on_event: TierEvent = nobody_listens) -> None:
         self.capacity = capacity
+        self._on_event = on_event
         self.num_slots = capacity + num_spare
         self._memory = np.empty((self.num_slots, block_bytes), dtype=np.uint8)  # pages cost memory once written
         self._free = list(reversed(range(self.num_slots)))
         self._entries: dict[bytes, HostEntry] = {}
         self._order = EvictionOrder()
-        self.num_evicted = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,6 +76,8 @@ class HostTier:
             return []
         self._entries[record.key] = HostEntry(record, slot)
         self._order.add(record.key, record.priority)
+        if self.capacity:
+            self._on_event("stored", record.key, "host")
         given_up: list[HostEntry] = []
         while len(self._entries) > self.capacity and (victim := self._pop_victim()) is not None:
             given_up.append(victim)
@@ -112,5 +114,6 @@ class HostTier:
         if key is None:
             return None
         self._order.remove(key)
-        self.num_evicted += 1
+        if self.capacity:
+            self._on_event("removed", key, "host")
         return self._entries.pop(key)

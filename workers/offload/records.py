@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+TierEvent = Callable[[Literal["stored", "removed"], bytes, Literal["host", "disk"]], None]
+"""Told of every key that enters or leaves a tier, on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,7 @@ class EvictionOrder:
         if not self._by_priority:
             return None
         return next(iter(self._by_priority[min(self._by_priority)]))
+
+
+def nobody_listens(kind: Literal["stored", "removed"], key: bytes, tier: Literal["host", "disk"]) -> None:
+    """A `TierEvent` that goes nowhere."""

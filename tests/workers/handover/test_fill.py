@@ -236,13 +236,16 @@ async def test_the_source_is_the_reader_itself(scene: Any) -> None:
     assert scene.failures == {}
 
 
-async def test_another_incarnation_or_nobody_at_the_address(scene: Any) -> None:
+@pytest.mark.parametrize("change", [{"epoch": 7}, {"worker_id": "nobody", "port": 1}])
+async def test_a_source_that_is_not_there_is_not_asked_again_at_once(
+    scene: Any, make_request: Callable[..., Request], change: dict[str, Any]
+) -> None:
     await scene.build()
-    assert await scene.run(epoch=7) == CachedTokens()
+    assert await scene.run(**change) == CachedTokens()
     assert scene.failures == {f'{FAILURES}{{reason="disconnect"}}': 1}
-    scene.request = renamed(scene.request, "second")
-    scene.reader.engine.cache.on_evict = None
-    assert await scene.run(worker_id="nobody", port=1) == CachedTokens(pool=PROMPT_LEN - 1)
+    address = msgspec.structs.replace(scene.behind_proxy, **change)
+    await scene.gateway.ask(make_request("r2", 200, content=2), source=KVSource(address=address, num_blocks=12))
+    assert scene.failures == {f'{FAILURES}{{reason="disconnect"}}': 1}
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,17 @@ class Memory:
 class Stage:
     """Tiers, and the hands of a pool above them."""
 
-    def __init__(self, memory: Memory, tiers: Tiers, metrics: WorkerMetrics, disk: DiskTier | None) -> None:
-        self.memory, self.tiers, self.metrics, self.disk = memory, tiers, metrics, disk
+    tiers: Tiers
+
+    def __init__(self, memory: Memory, metrics: WorkerMetrics) -> None:
+        self.memory, self.metrics = memory, metrics
         self.next_block = 0
+        self.told: set[tuple[str, bytes]] = set()
+        """What the tiers hold, as far as their events tell."""
+
+    def on_event(self, kind: str, key: bytes, tier: str) -> None:
+        assert ((tier, key) in self.told) == (kind == "removed"), f"{key!r} was {kind} in {tier} twice"
+        (self.told.add if kind == "stored" else self.told.discard)((tier, key))
 
     def evict(self, *names: int, priority: int = 35) -> list[int]:
         """As the pool does; returns the blocks, whose bytes are still there."""
@@ -56,6 +64,8 @@ class Stage:
             while not self.tiers.is_at_rest:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         self.tiers.check()
+        told = {tier: sum(tier == each for each, _ in self.told) for tier in ("host", "disk")}
+        assert told == self.tiers.num_blocks()
 
     async def save(self, *names: int, priority: int = 35) -> None:
         """Evict and wait until all is where it belongs."""
@@ -92,14 +102,15 @@ async def make_stage(disk_path: Path) -> Any:
         *, host: int = 0, disk: int = 0, spare: int = 4, open_file: Callable[[], DiskFile] | None = None
     ) -> Stage:
         metrics, memory = WorkerMetrics(), Memory()
+        stage = Stage(memory, metrics)
         tier = None
         if disk:
             opened = open_file or (lambda: DiskFile(disk_path, disk, BLOCK_BYTES, BLOCK_SIZE, NAMESPACE))
-            tier = DiskTier(opened, disk, BLOCK_BYTES, lambda event: metrics.count("disk", event=event))
-        tiers = Tiers(memory, BLOCK_SIZE, HostTier(host, spare, BLOCK_BYTES), tier, metrics)
-        await tiers.start()
-        stages.append(Stage(memory, tiers, metrics, tier))
-        return stages[-1]
+            tier = DiskTier(opened, disk, BLOCK_BYTES, lambda event: metrics.count("disk", event=event), stage.on_event)
+        stage.tiers = Tiers(memory, BLOCK_SIZE, HostTier(host, spare, BLOCK_BYTES, stage.on_event), tier, metrics)
+        await stage.tiers.start()
+        stages.append(stage)
+        return stage
 
     yield make
     for stage in stages:
