@@ -114,6 +114,8 @@ async def _start(config: ClusterConfig, client: httpx.AsyncClient) -> Gateway:
     # ready as soon as somebody decodes: how many workers there should be is the launcher's business
     settings = msgspec.structs.replace(settings, num_prefill=0, num_decode=0, num_aggregated=0)
     gateway = Gateway(settings)
+    if config.metrics_compat == "vllm":
+        gateway.metrics.add_usual_names(settings.model_name)
     await gateway.start()
     return gateway
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.router.usual_names import UsualNames
 from tandem.workers.types import WorkerSnapshot
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class RouterMetrics:
 
     def __init__(self, snapshots: Callable[[], Sequence[WorkerSnapshot]]) -> None:
         self.registry = CollectorRegistry()
+        self._more: list[CollectorRegistry] = []
         self.started = self._counter("requests_started", "Generation requests that arrived.")
         self.requests = self._counter("requests", "Generation requests that ended.", "outcome")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
@@ -78,6 +80,13 @@ class RouterMetrics:
         )
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
+        self._in_flight = Gauge(
+            "requests_in_flight",
+            "Requests that arrived and have not ended.",
+            namespace="tandem",
+            registry=self.registry,
+        )
+        self._in_flight.set_function(self._num_in_flight)
         self._worker_histograms = {
             name: self._histogram(name, text, labels=labels) for name, (text, labels) in WORKER_HISTOGRAMS.items()
         }
@@ -99,7 +108,23 @@ class RouterMetrics:
                 child.observe(value)
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return b"".join(generate_latest(registry) for registry in (self.registry, *self._more))
+
+    def add_usual_names(self, model_name: str) -> None:
+        """Show what the field's boards ask for, too."""
+        registry = CollectorRegistry()
+        registry.register(UsualNames(self.registry.collect, model_name))
+        self._more.append(registry)
+
+    def _num_in_flight(self) -> float:
+        counted = {
+            (sample.name, sample.labels.get("outcome")): sample.value
+            for counter in (self.started, self.requests)
+            for metric in counter.collect()
+            for sample in metric.samples
+        }
+        ended = sum(counted["tandem_requests_total", outcome] for outcome in OUTCOMES)
+        return counted["tandem_requests_started_total", None] - ended
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace="tandem", registry=self.registry)
