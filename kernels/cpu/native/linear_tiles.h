@@ -42,13 +42,13 @@ class LinearOnTiles {
         const float *sums = nullptr;
     };
 
-    // Where the next lines of weights to fetch are.
+    // Where the next lines of weights to fetch are. Not into the first cache: rows of x fill it.
     struct Fetch {
         const char *at;
         int64_t lines;  // with each step
 
         void step() {
-            for (int64_t line = 0; line < lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T0);
+            for (int64_t line = 0; line < lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
         }
     };
 
