@@ -170,6 +170,8 @@ class _Cluster:
         gateway = Gateway(
             gateway_config(resolved, self._key.secret, redis_url=redis_url, namespace=self._key.namespace)
         )
+        if self._config.metrics_compat == "vllm":
+            gateway.metrics.add_usual_names(resolved.model_name)
         self._stack.push_async_callback(gateway.stop)
         await self._stack.enter_async_context(running_server(gateway.app, public))
         await self._stack.enter_async_context(running_server(gateway.admin_app, admin))
