@@ -9,8 +9,10 @@ import pytest
 from engine_play import MakeEngine, MakeRequest, run
 
 from tandem.workers import retention
+from tandem.workers.block_pool import BlockPool
 from tandem.workers.engine import Engine
 from tandem.workers.errors import RequestError
+from tandem.workers.prefix_cache import MAX_ENDS_PER_EVICTION, PrefixCache
 from tandem.workers.retention import DEFAULT, Grant, Grants
 from tandem.workers.types import Request, Retention
 
@@ -152,6 +154,23 @@ def test_only_the_prompt_is_kept_longer(engine: Engine, make_request: MakeReques
     assert evicted[0] == (tuple(everything[12:16]), 35)
     assert evicted[1] == (tuple(everything[8:12]), 35), "one token of the prompt, three of the answer"
     assert [priority for _, priority in evicted[2:]] == [80, 80]
+
+
+def test_many_grants_that_end_at_once_cost_each_eviction_little() -> None:
+    num_blocks, times = 1000, [0.0]
+    cache = PrefixCache(4, clock=lambda: times[-1])
+    pool = BlockPool(num_blocks, cache)
+    for index, block in enumerate(pool.allocate(num_blocks)):
+        asked = Retention(priority=80, duration_s=10.0 if index else None)
+        cache.add(bytes([index >> 8, index & 255]), None, [index] * 4, block, retention=asked)
+        pool.release([block])
+    times.append(10.0)
+    before = len(cache._ends)
+    pool.allocate(1)
+    assert before - len(cache._ends) == MAX_ENDS_PER_EVICTION
+    pool.allocate(num_blocks - 2)
+    cache.check()
+    assert cache.keys() == [bytes(2)], "the one whose grant has no end"
 
 
 def test_blocks_in_use_never_go(engine: Engine, make_request: MakeRequest) -> None:

@@ -251,3 +251,15 @@ def test_a_block_that_is_still_to_be_copied_is_not_copied_on(
     assert names.find(sibling).source == leader.block_ids[3]
     leader.copy = BlockCopy(19, leader.block_ids[3], 2)
     assert names.find(sibling).source is None
+
+
+def test_a_sibling_whose_own_past_is_cached_reuses_that(make_engine: MakeEngine, make_request: MakeRequest) -> None:
+    whole = expected_tokens(range(14), 12, seed=0, choice=1)
+    engine = make_engine(50, max_num_batched_tokens=64)
+    engine.add(make_request("before", range(14), max_tokens=12, emitted={1: []}))
+    run(engine)
+    _, sibling = engine.add(make_request("r", range(14), max_tokens=12, emitted={0: [], 1: whole[:9]}))
+    engine.step()
+    engine.step()
+    assert sibling.num_pool_blocks == 5, "20 of its 23 tokens are whole blocks, of which 14 are the prompt"
+    assert run(engine)["r", 1][-1] == whole[-1]
