@@ -25,7 +25,9 @@ from tandem.workers.errors import RequestError
 
 INITIAL_FUEL = 200_000
 """Work for the first mask, some 90 ms of it. The default, five times as much, lets a regular expression of twenty
-characters take seconds and a gigabyte."""
+characters take three seconds."""
+STEP_FUEL = 1_000_000
+"""Work for each further one, some 70 ms. The default, a fifth, ends answers whose masks take 7 ms."""
 MAX_LEXER_STATES = 50_000
 """At 1 to 2 kB each."""
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -89,7 +91,12 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> Grammar:
     """Raises `RequestError` for a text that is no grammar, or too much of one. Takes up to some 100 ms of work."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"the grammar is longer than {MAX_GRAMMAR_CHARS} characters", param="grammar")
-    limits = LLParserLimits(initial_lexer_fuel=INITIAL_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(
+        initial_lexer_fuel=INITIAL_FUEL,
+        step_lexer_fuel=STEP_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if not matcher.is_error():
         GrammarState(matcher).fill(np.zeros(-(-tokenizer.vocab_size // 32), np.int32))
