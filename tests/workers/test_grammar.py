@@ -150,6 +150,7 @@ def test_what_takes_too_much_work_is_refused(cache: GrammarCache, monkeypatch: p
     tokenizer = cache._tokenizer
     assert tokenizer is not None
     compile_grammar(tokenizer, "start: /([a-f]{1,30}b?){1,30}/")
-    monkeypatch.setattr(grammar, "STEP_FUEL", 1000)
+    monkeypatch.setattr(grammar, "INITIAL_FUEL", 10)
+    monkeypatch.setattr(grammar, "STEP_FUEL", 10)
     with pytest.raises(RequestError, match="cannot be compiled"):
         compile_grammar(tokenizer, "start: /([a-f]{1,30}b?){1,30}/")
