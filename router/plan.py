@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.router.errors import ApiError
 from tandem.router.output import PLAIN_SHOWING, Showing
-from tandem.workers.types import Choice, Request, SamplingParams
+from tandem.workers.types import Choice, Request, Retention, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,17 @@ class Plan:
     """The text of each prompt, where it stands at the start of its answers."""
     grammar_field: str | None = None
     """The field that `sampling.grammar` was made from."""
+    cache_salt: str | None = None
+    """Sets these prompts' cached blocks apart from the tenant's others."""
+    retention: Retention = field(default_factory=Retention)
 
     @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
 
-    def requests(self, request_id: str) -> list[Request]:
-        """One per prompt, for the workers. The seed is shared: equal prompts with a seed get equal answers."""
+    def requests(self, request_id: str, salt: str = "") -> list[Request]:
+        """One per prompt, for the workers. The seed is shared: equal prompts with a seed get equal answers. `salt`: of
+        the tenant and this plan's `cache_salt` together."""
         choices = tuple(Choice(index=index) for index in range(self.num_choices))
         return [
             Request(
@@ -46,6 +50,8 @@ class Plan:
                 prompt_token_ids=prompt,
                 sampling=self.sampling,
                 choices=choices,
+                salt=salt,
+                retention=self.retention,
             )
             for position, prompt in enumerate(self.prompts)
         ]

@@ -114,6 +114,8 @@ class ChatCompletionRequest(SharedFields):
             stream=bool(self.stream),
             include_usage=include_usage,
             return_token_ids=bool(self.return_token_ids),
+            cache_salt=self.cache_salt,
+            retention=self.retention(),
             showing=self.showing(prompt.reading),
             grammar_field=prompt.grammar_field,
         )

@@ -72,6 +72,8 @@ class CompletionRequest(SharedFields):
             include_usage=include_usage,
             shows_logprobs=self.logprobs is not None,
             return_token_ids=bool(self.return_token_ids),
+            cache_salt=self.cache_salt,
+            retention=self.retention(),
             showing=self.showing(),
             echo=self._echo(given, prompts, tokenizer),
             grammar_field=None if grammar is None else "structured_outputs",

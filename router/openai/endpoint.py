@@ -27,6 +27,7 @@ from tandem.router.http import caller, check_json, read_body, request_id, send_e
 from tandem.router.metrics import Outcome, RouterMetrics
 from tandem.router.plan import Plan
 from tandem.router.reply import PromptSink, Reply, StreamReply, WholeReply
+from tandem.router.tenants import cache_salt
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.errors import RequestError
 
@@ -156,10 +157,11 @@ class GenerationEndpoint:
         except RequestError as error:
             raise bad_request(f"{error}.", param=error.param) from error
         await _check_grammar(plan)
-        with house.admission.admit(plan.num_sequences):
+        salt = cache_salt(house.config.cluster_key, exchange.caller, plan.cache_salt)
+        with house.admission.admit(plan.num_sequences, sum(map(len, plan.prompts))):
             generations = [
                 Generation(house.dispatcher, request, house.config.request_timeout_s)
-                for request in plan.requests(exchange.unique_id)
+                for request in plan.requests(exchange.unique_id, salt)
             ]
             try:
                 if house.gate.has_limits:

@@ -13,7 +13,7 @@ from tandem.router.output import Showing
 from tandem.router.parsers.select import PLAIN_READING, Reading
 from tandem.router.plan import resolve_seed
 from tandem.router.tokenizer import Tokenizer
-from tandem.workers.types import SamplingParams
+from tandem.workers.types import Retention, SamplingParams
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 MAX_STOP_CHARACTERS = 256
@@ -34,6 +34,19 @@ Metadata = Annotated[
 class StreamOptions(WireModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+
+
+class KVRetention(WireModel):
+    """How long the prompt's cached blocks are worth keeping: see `types.Retention`. `duration` in seconds."""
+
+    priority: Annotated[int, Field(ge=0, le=100)] | None = None
+    duration: Annotated[float, Field(gt=0)] | None = None
+
+    def retention(self) -> Retention:
+        default = Retention()
+        return Retention(
+            priority=default.priority if self.priority is None else self.priority, duration_s=self.duration
+        )
 
 
 class SharedFields(WireModel):
@@ -77,6 +90,8 @@ class SharedFields(WireModel):
     priority: Literal[0] | None = None
     """Everybody has the same."""
     user: Label | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    kv_retention: KVRetention | None = None
 
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -88,6 +103,9 @@ class SharedFields(WireModel):
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def retention(self) -> Retention:
+        return Retention() if self.kv_retention is None else self.kv_retention.retention()
 
     def showing(self, reading: Reading = PLAIN_READING) -> Showing:
         return Showing(
