@@ -169,11 +169,11 @@ class Engine:
                 hold=hold,
                 retention=request.retention,
                 constraint=self._constraint(request.sampling),
-                num_source_blocks=num_source_blocks if index == 0 else 0,
+                num_source_blocks=num_source_blocks,
                 status=Status.BLOCKED,
                 queued_at=now,
             )
-            for index, choice in enumerate(sorted(request.choices, key=lambda choice: choice.index))
+            for choice in sorted(request.choices, key=lambda choice: choice.index)
         ]
         leader, *leader.siblings = sequences
         leader.status = Status.WAITING

@@ -156,6 +156,19 @@ def test_only_the_prompt_is_kept_longer(engine: Engine, make_request: MakeReques
     assert [priority for _, priority in evicted[2:]] == [80, 80]
 
 
+def test_what_is_an_answer_here_may_have_been_a_prompt(engine: Engine, make_request: MakeRequest) -> None:
+    """Two blocks, of which the second one's first user would not have kept any."""
+    engine.add(make_request("a", range(8), max_tokens=1, retention=Retention(priority=0)))
+    run(engine)
+    asked = Retention(priority=10)
+    engine.add(make_request("b", range(4), max_tokens=6, emitted={0: [4, 5, 6, 7, 8]}, retention=asked))
+    run(engine)
+    priorities: list[int] = []
+    engine.cache.on_evict = lambda key, parent, tokens, block, priority: priorities.append(priority)
+    engine.pool.allocate(10)
+    assert priorities == [35, 10]
+
+
 def test_many_grants_that_end_at_once_cost_each_eviction_little() -> None:
     num_blocks, times = 1000, [0.0]
     cache = PrefixCache(4, clock=lambda: times[-1])
