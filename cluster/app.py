@@ -250,15 +250,19 @@ def _with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
     cache = os.environ.get(CACHE_VARIABLE)
     if cache:
         os.environ[CACHE_VARIABLE] = str(Path(cache).expanduser().absolute())
-    path = Path(config.model).expanduser()
-    return msgspec.structs.replace(config, model=str(path.absolute())) if path.exists() else config
+    given = {"model": config.model, "chat_template": config.chat_template, "api_key_file": config.api_key_file}
+    paths = {name: Path(value).expanduser() for name, value in given.items() if value is not None}
+    # what is no path may be a model's name
+    return msgspec.structs.replace(
+        config, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()}
+    )
 
 
 def _ready_text(resolved: ResolvedConfig, url: str, admin_url: str, seconds: float) -> str:
     prefill, decode, aggregated = resolved.cluster.num_workers
     parts = [(prefill, "prefill"), (decode, "decode"), (aggregated, "aggregated")]
     workers = " + ".join(f"{count} {role}" for count, role in parts if count)
-    key = ' -H "Authorization: Bearer $API_KEY"' if resolved.cluster.api_key else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if resolved.cluster.api_key or resolved.cluster.api_key_file else ""
     body = f'{{"model": "{resolved.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
         f"ready: {resolved.model_name} at {url}/v1 ({workers}; {seconds:.1f} s; admin {admin_url})\n"

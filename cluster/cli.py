@@ -94,6 +94,7 @@ DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 TransferChoice = Literal["nixl", "nccl"]
 
 POOLS = "Workers"
+CHAT = "Chat"
 NETWORK = "Network"
 ENGINE = "Engine"
 ROUTER = "Router"
@@ -101,6 +102,8 @@ CLUSTER = "Several machines"
 OPERATION = "Operation"
 RESOURCES: dict[str, Any] = {"show_default": "its threads, and a GPU with --device cuda", "rich_help_panel": CLUSTER}
 PolicyChoice = Literal["cost", "round-robin", "least-loaded", "prefix"]
+CallParserChoice = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
+ReasoningParserChoice = Literal["auto", "think", "none"]
 PlacementChoice = Literal["pack", "spread", "strict-pack", "strict-spread"]
 
 
@@ -138,6 +141,20 @@ def serve(
         list[str] | None,
         typer.Option(help="A key that clients must send. Repeat for several.", rich_help_panel=NETWORK),
     ] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="A file with such keys, one per line.", rich_help_panel=NETWORK)
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="A Jinja file.", show_default="the model's own", rich_help_panel=CHAT),
+    ] = None,
+    tool_call_parser: Annotated[
+        CallParserChoice,
+        typer.Option(help="How the model writes calls of tools. auto: see its template.", rich_help_panel=CHAT),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        ReasoningParserChoice, typer.Option(help="How it writes its thoughts.", rich_help_panel=CHAT)
+    ] = "auto",
     transfer: Annotated[TransferChoice, typer.Option(help="How KV travels.", rich_help_panel=ENGINE)] = "nixl",
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where workers compute.", rich_help_panel=ENGINE)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,6 +22,8 @@ from tandem.cluster.model_source import Device, DtypeChoice, ResolvedModel
 from tandem.cluster.network import LOOPBACK, check_worker_host, port_range
 from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.config import GatewayConfig
+from tandem.router.index.client import check_redis_url
+from tandem.router.parsers.select import CallParserChoice, ReasoningParserChoice
 from tandem.router.policy import PolicyName
 from tandem.workers.config import TransferName, WorkerConfig
 from tandem.workers.errors import UserError
@@ -70,6 +71,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_disk_bytes: int | None = None
     tuning_deadline: float = 60.0
     api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    chat_template: str | None = None
+    tool_call_parser: CallParserChoice = "auto"
+    reasoning_parser: ReasoningParserChoice = "auto"
     seed: int = 0
     router_policy: PolicyName = "cost"
     slo_ttft: float | None = None
@@ -114,13 +119,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         memory = self.kv_cache_memory_bytes
         require(memory is None or memory > 0, "kv_cache_memory_bytes", "must be positive")
         require(0 <= self.tuning_deadline <= 3600, "tuning_deadline", "must be from 0 to 3600 seconds")
-        require(
-            self.redis_url is None or bool(re.match(r"(redis|rediss|unix)://", self.redis_url)),
-            "redis_url",
-            "must start with redis://, rediss:// or unix://",
-        )
+        if self.redis_url is not None:
+            check_redis_url(self.redis_url, flag("redis_url"))
         if not all(self.api_key):  # the value itself is never repeated: it is a secret
             raise UserError("--api-key must not be empty")
+        _keys_in(self.api_key_file)
+        template = self.chat_template
+        require(template is None or Path(template).expanduser().is_file(), "chat_template", "must be a file")
         for field in ("slo_ttft", "slo_itl"):
             limit = getattr(self, field)
             require(limit is None or 0 < limit < float("inf"), field, "must be a positive number of seconds")
@@ -375,6 +380,20 @@ def _worker_config(
     )
 
 
+def _keys_in(file: str | None) -> tuple[str, ...]:
+    """One key per line; empty lines and those that begin with # are none. Raises `UserError`."""
+    if file is None:
+        return ()
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--api-key-file {file} cannot be read") from error
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        raise UserError(f"--api-key-file {file} holds no key: the server would be open to everybody")
+    return keys
+
+
 def gateway_config(
     resolved: ResolvedConfig, cluster_key: bytes, *, redis_url: str | None, namespace: str
 ) -> GatewayConfig:
@@ -385,7 +404,10 @@ def gateway_config(
         tokenizer_folder=resolved.model_path,
         max_model_len=resolved.max_model_len,
         cluster_key=cluster_key,
-        api_keys=resolved.cluster.api_key,
+        api_keys=(*resolved.cluster.api_key, *_keys_in(resolved.cluster.api_key_file)),
+        chat_template=None if resolved.cluster.chat_template is None else Path(resolved.cluster.chat_template),
+        tool_call_parser=resolved.cluster.tool_call_parser,
+        reasoning_parser=resolved.cluster.reasoning_parser,
         redis_url=redis_url,
         index_namespace=namespace,
         num_prefill=prefill,

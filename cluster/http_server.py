@@ -12,6 +12,8 @@ from socket import socket
 import uvicorn
 from starlette.types import ASGIApp
 
+from tandem.router.http_protocol import HttpLimits, limited_protocol
+
 
 class StopSignals:
     """SIGINT or SIGTERM sets `stop`; a second one ends us, and everything below us, at once."""
@@ -48,7 +50,7 @@ async def running_server(app: ASGIApp, listener: socket) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=limited_protocol(HttpLimits()),
             ws="none",
             lifespan="off",
             log_config=None,

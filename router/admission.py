@@ -27,9 +27,11 @@ LONGEST_RETRY_S = 60
 class Admission:
     """Counts sequences from admission to their end. Whether they run or wait is the workers' affair."""
 
-    def __init__(self, max_in_flight: int) -> None:
+    def __init__(self, max_in_flight: int, max_prompt_tokens: int) -> None:
         self._max_in_flight = max_in_flight
+        self._max_prompt_tokens = max_prompt_tokens
         self.num_in_flight = 0
+        self.num_prompt_tokens = 0
         self.is_draining = False
         self._num_open = 0
         self._empty = asyncio.Event()
@@ -56,15 +58,19 @@ class Admission:
             logger.info("%d requests are still in the house", self._num_open)
 
     @contextmanager
-    def admit(self, num_sequences: int) -> Iterator[None]:
-        """Holds room for these sequences. Raises `ApiError` 429 when there is none, 503 when draining."""
+    def admit(self, num_sequences: int, num_prompt_tokens: int) -> Iterator[None]:
+        """Holds room for these sequences and prompts. Raises `ApiError` 429 when there is none, 503 when draining."""
         if self.is_draining:
             raise shutting_down()
         if num_sequences > self._max_in_flight:
             raise bad_request(
                 f"This request asks for {num_sequences} sequences, more than the server ever runs at once."
             )
-        if self.num_in_flight + num_sequences > self._max_in_flight:
+        has_room = self.num_in_flight + num_sequences <= self._max_in_flight
+        # a request that is alone may be as large as it likes: other limits hold for it
+        if self.num_in_flight and self.num_prompt_tokens + num_prompt_tokens > self._max_prompt_tokens:
+            has_room = False
+        if not has_room:
             raise ApiError(
                 429,
                 "The server has as many requests as it can take. Please try again shortly.",
@@ -73,10 +79,12 @@ class Admission:
                 retry_after_s=1,
             )
         self.num_in_flight += num_sequences
+        self.num_prompt_tokens += num_prompt_tokens
         try:
             yield
         finally:
             self.num_in_flight -= num_sequences
+            self.num_prompt_tokens -= num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.router.parsers.select import CallParserChoice, ReasoningParserChoice
 from tandem.router.policy import POLICIES, PolicyName
 from tandem.workers.errors import UserError
 
@@ -20,6 +21,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_folder: Path
     """A folder with tokenizer.json, and where there are such: tokenizer_config.json, chat_template.jinja,
     generation_config.json, config.json."""
+    chat_template: Path | None = None
+    """In the place of the model's own."""
+    tool_call_parser: CallParserChoice = "auto"
+    """How the model writes calls of tools. "auto": as its chat template shows."""
+    reasoning_parser: ReasoningParserChoice = "auto"
+    """How it writes its thoughts."""
     max_model_len: int
     cluster_key: bytes = b""
     """The key that workers are given; also keys the block hashes."""
@@ -39,6 +46,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decode worker is asked to prefill itself when it misses at most this many prompt tokens."""
     max_in_flight: int = 1024
     """Sequences (choices of all prompts of all requests) in the house at once; more are turned away with 429."""
+    max_in_flight_tokens: int = 4 << 20
+    """Of the prompts of all requests in the house; more are turned away with 429."""
     max_num_choices: int = 128
     """Most sequences that one request may ask for: prompts times n."""
     max_body_bytes: int = 32 << 20
@@ -71,7 +80,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         require(self.router_policy in POLICIES, "router_policy", f"must be one of {', '.join(POLICIES)}")
         for field in ("slo_ttft_s", "slo_itl_s"):
             require(getattr(self, field) is None or getattr(self, field) > 0, field, "must be positive")
-        for field in ("max_in_flight", "max_num_choices", "max_body_bytes", "max_missed_heartbeats"):
+        for field in (
+            "max_in_flight",
+            "max_in_flight_tokens",
+            "max_num_choices",
+            "max_body_bytes",
+            "max_missed_heartbeats",
+        ):
             require(getattr(self, field) >= 1, field, "must be at least 1")
         for field in ("body_timeout_s", "request_timeout_s", "heartbeat_s", "index_budget_s"):
             require(getattr(self, field) > 0, field, "must be positive")

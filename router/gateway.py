@@ -27,6 +27,7 @@ from tandem.router.auth import KeyCheck
 from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.errors import ApiError, internal_error, nobody_left, shutting_down
+from tandem.router.grammar_check import GrammarChecker
 from tandem.router.http import request_id
 from tandem.router.index.reader import IndexReader
 from tandem.router.metrics import RouterMetrics
@@ -55,17 +56,18 @@ class Gateway:
             max_missed_heartbeats=config.max_missed_heartbeats,
             on_snapshot=self.metrics.observe_snapshot,
         )
-        self.admission = Admission(config.max_in_flight)
+        self.admission = Admission(config.max_in_flight, config.max_in_flight_tokens)
         self.gate = Gate(config.slo_ttft_s, config.slo_itl_s, config.max_queue)
         self.metrics.held_back.set_function(lambda: float(self.gate.num_waiting))
         self.index: IndexReader | None = None
         self.app: ASGIApp = KeyCheck(self._public_app(), config.api_keys)
         self.admin_app: ASGIApp = self._admin_app()
         self._house: House | None = None
+        self._grammars: GrammarChecker | None = None
 
     async def start(self) -> None:
         """Raises `ModelError` when the tokenizer's files cannot be used."""
-        tokenizer = await asyncio.to_thread(Tokenizer, self.config.tokenizer_folder)
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)
         if self.config.redis_url is not None:
             self.index = IndexReader(
                 self.config.redis_url, namespace=self.config.index_namespace, budget_s=self.config.index_budget_s
@@ -74,7 +76,18 @@ class Gateway:
         dispatcher = Dispatcher(self.config, self.workers, self.index, self.metrics)
         dispatcher.on_room = self.gate.notify
         closing: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
-        self._house = House(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing)
+        self._grammars = GrammarChecker(self.config.tokenizer_folder, tokenizer.vocab_size, tokenizer.eos_token_ids)
+        self._house = House(
+            *(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing), self._grammars
+        )
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return Tokenizer(
+            self.config.tokenizer_folder,
+            chat_template=self.config.chat_template,
+            tool_call_parser=self.config.tool_call_parser,
+            reasoning_parser=self.config.reasoning_parser,
+        )
 
     async def wait_ready(self) -> None:
         """Until every worker that the cluster was started with is alive and paired."""
@@ -88,6 +101,8 @@ class Gateway:
         if self._house is not None and not self._house.closing.done():
             self._house.closing.set_result(shutting_down())
             await self.admission.until_empty(LAST_WORDS_S)
+        if self._grammars is not None:
+            await self._grammars.close()
         await self.workers.close()
         if self.index is not None:
             await self.index.stop()

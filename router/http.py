@@ -18,6 +18,8 @@ Header = tuple[bytes, bytes]
 
 encode_json = msgspec.json.Encoder().encode
 
+CLOSE = (("connection", "close"),)
+"""Who does not send what he announced is not listened to any longer."""
 EVENT_STREAM_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -63,7 +65,9 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError as error:
-        raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from error
+        raise ApiError(
+            408, "The request body did not arrive in time.", code="request_timeout", headers=CLOSE
+        ) from error
 
 
 def check_json(scope: Scope) -> None:

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from tandem.router.anthropic import wire as anthropic
 from tandem.router.anthropic.errors import error_body as anthropic_error
 from tandem.router.config import GatewayConfig
+from tandem.router.docs import openapi, page
 from tandem.router.openai import chat, completions
 from tandem.router.openai.endpoint import GenerationEndpoint, House, check_model
 from tandem.router.plain_endpoint import PlainEndpoint
@@ -32,7 +35,17 @@ def public_routes(house: OpenHouse, store: ResponseStore, created: int) -> list[
         *_stored_responses(house, store),
         *_about_text(house),
         *_about_models(house, created),
+        Route("/openapi.json", _show_openapi, methods=["GET"]),
+        Route("/docs", _show_page, methods=["GET"]),
     ]
+
+
+def _show_openapi(request: Request) -> Response:
+    return JSONResponse(openapi())
+
+
+def _show_page(request: Request) -> Response:
+    return HTMLResponse(page())
 
 
 def _generating(house: OpenHouse, store: ResponseStore) -> list[Route]:

@@ -22,7 +22,7 @@ from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher, Generation, enter_together, run_all
 from tandem.router.errors import ApiError, Cancelled, ClientDisconnected, bad_request, internal_error, too_slow
 from tandem.router.form import Form, Naming
-from tandem.router.grammar import check_grammar
+from tandem.router.grammar_check import GrammarChecker
 from tandem.router.http import caller, check_json, read_body, request_id, send_error, until_disconnect
 from tandem.router.metrics import Outcome, RouterMetrics
 from tandem.router.plan import Plan
@@ -68,6 +68,7 @@ class House:
     metrics: RouterMetrics
     closing: asyncio.Future[ApiError]
     """Done when requests that still run must be ended, with what to tell their clients."""
+    grammars: GrammarChecker
 
 
 class GenerationEndpoint:
@@ -156,7 +157,7 @@ class GenerationEndpoint:
                 asked, plan = await asyncio.to_thread(self._prepare, house, body, exchange.caller)
         except RequestError as error:
             raise bad_request(f"{error}.", param=error.param) from error
-        await _check_grammar(plan)
+        await _check_grammar(house.grammars, plan)
         salt = cache_salt(house.config.cluster_key, exchange.caller, plan.cache_salt)
         with house.admission.admit(plan.num_sequences, sum(map(len, plan.prompts))):
             generations = [
@@ -186,16 +187,16 @@ class GenerationEndpoint:
         return asked, plan
 
 
-async def _check_grammar(plan: Plan) -> None:
-    """Raises `ApiError` 400 naming the field that the grammar came from."""
+async def _check_grammar(grammars: GrammarChecker, plan: Plan) -> None:
+    """Raises `ApiError`, one of status 400 naming the field that the grammar came from."""
     if plan.sampling.grammar is None:
         return
     try:
-        await check_grammar(plan.sampling.grammar)
+        await grammars.check(plan.sampling.grammar)
     except ApiError as error:
-        raise ApiError(
-            error.status, error.message, type=error.type, param=plan.grammar_field, code=error.code
-        ) from error
+        if error.status != 400:
+            raise
+        raise bad_request(error.message, param=plan.grammar_field, code=error.code) from error
 
 
 def check_model(model: str, config: GatewayConfig) -> None:

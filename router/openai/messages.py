@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from tandem.router.errors import bad_request
 from tandem.router.openai.wire import WireModel
@@ -110,14 +110,11 @@ def _text(message: Message) -> str:
 def _call(call: ToolCall, place: str) -> dict[str, Any]:
     """Templates write the arguments as JSON themselves, so they get the object."""
     try:
-        arguments = json.loads(call.function.arguments or "{}", parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        # refuses NaN, lone surrogates, and nesting that would be too deep for a template
+        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         param = f"{place}.function.arguments"
         raise bad_request(f"'{param}' must hold a JSON object.", param=param)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)

@@ -179,7 +179,7 @@ async def test_errors_raise_the_clients_own_exceptions(house: Any) -> None:
 async def test_unknown_paths_and_methods(doorstep: Any) -> None:
     assert_error(await doorstep.http.get("/v1/nothing"), 404, code="not_found")
     assert_error(await doorstep.http.get(CHAT), 405, code="method_not_allowed")
-    assert_error(await doorstep.http.get("/docs"), 404)
+    assert_error(await doorstep.http.get("/redoc"), 404)
     assert_error(await doorstep.http.get("/metrics"), 404)
     assert_error(await doorstep.http.get("/v1/models/other"), 404, param="model", code="model_not_found")
 

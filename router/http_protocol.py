@@ -1,0 +1,133 @@
+"""The public port's HTTP protocol: uvicorn's, with limits that it does not have.
+
+Headers have a size, and a time to arrive in; there is a number of connections beyond which new ones are turned away.
+What is refused here is told in the API's shape and the connection is closed. Bodies are limited where they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tandem.router.errors import ApiError
+from tandem.router.http import encode_json
+
+REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Unavailable"}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """On by default."""
+
+    max_header_bytes: int = 16 << 10
+    """Of the URL and all headers of one request."""
+    header_timeout_s: float = 10.0
+    """From the connection, or the first byte of a further request on it, to the end of the headers."""
+    max_connections: int = 16_384
+
+
+def limited_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
+    """The protocol with these limits, for `uvicorn.Config(http=...)`."""
+
+    class Limited(LimitedProtocol):
+        limits_of_server = limits
+
+    return Limited
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """See the module."""
+
+    limits_of_server = HttpLimits()
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._num_header_bytes = 0
+        self._num_raw_bytes = 0
+        """Read since a header began that has not ended: the parser tells of whole ones only."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+        if len(self.connections) > self.limits_of_server.max_connections:
+            message = "The server has as many connections as it can take. Please try again shortly."
+            self._refuse(ApiError(503, message, type="server_error", code="overloaded", retry_after_s=1))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._deadline is not None and not self._is_refused:
+            self._num_raw_bytes += len(data)
+            self._check_size()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = self._num_raw_bytes = 0
+        self._expect_headers()
+
+    def on_url(self, url: bytes) -> None:
+        self._num_header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_bytes += len(name) + len(value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        self._check_size()
+        if not self._is_refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._is_refused:
+            self._refuse(ApiError(400, msg, code="invalid_http"))
+
+    def _check_size(self) -> None:
+        limit = self.limits_of_server.max_header_bytes
+        if max(self._num_header_bytes, self._num_raw_bytes) > limit:
+            message = f"The request's headers are larger than {limit} bytes."
+            self._refuse(ApiError(431, message, code="headers_too_large"))
+
+    def _expect_headers(self) -> None:
+        self._stop_waiting()
+        self._deadline = self.loop.call_later(self.limits_of_server.header_timeout_s, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        if self._num_raw_bytes:
+            self._refuse(ApiError(408, "The request's headers did not arrive in time.", code="request_timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        self._is_refused = True
+        self._stop_waiting()
+        body = encode_json(error.body())
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        lines = [f"HTTP/1.1 {error.status} {REASONS[error.status]}"]
+        lines += [f"{name}: {value}" for name, value in (*headers, *error.headers)]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        self.transport.close()
