@@ -26,7 +26,3 @@ def regex_grammar(pattern: str) -> str:
 def choice_grammar(options: Sequence[str]) -> str:
     """One of these texts."""
     return "start: " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options) + "\n"
-
-
-async def check_grammar(text: str) -> None:
-    """Raises `ApiError` 400 for a grammar that cannot be compiled."""
