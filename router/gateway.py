@@ -56,7 +56,7 @@ class Gateway:
             max_missed_heartbeats=config.max_missed_heartbeats,
             on_snapshot=self.metrics.observe_snapshot,
         )
-        self.admission = Admission(config.max_in_flight)
+        self.admission = Admission(config.max_in_flight, config.max_in_flight_tokens)
         self.gate = Gate(config.slo_ttft_s, config.slo_itl_s, config.max_queue)
         self.metrics.held_back.set_function(lambda: float(self.gate.num_waiting))
         self.index: IndexReader | None = None
@@ -67,7 +67,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Raises `ModelError` when the tokenizer's files cannot be used."""
-        tokenizer = await asyncio.to_thread(Tokenizer, self.config.tokenizer_folder)
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)
         if self.config.redis_url is not None:
             self.index = IndexReader(
                 self.config.redis_url, namespace=self.config.index_namespace, budget_s=self.config.index_budget_s
@@ -79,6 +79,14 @@ class Gateway:
         self._grammars = GrammarChecker(self.config.tokenizer_folder, tokenizer.vocab_size, tokenizer.eos_token_ids)
         self._house = House(
             *(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing), self._grammars
+        )
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return Tokenizer(
+            self.config.tokenizer_folder,
+            chat_template=self.config.chat_template,
+            tool_call_parser=self.config.tool_call_parser,
+            reasoning_parser=self.config.reasoning_parser,
         )
 
     async def wait_ready(self) -> None:
