@@ -213,19 +213,16 @@ def itl_while_reading_s(request: RequestView, decode: WorkerView, reading: Readi
     return itl_s(request, decode) + reading.compute_s * num_tokens / reading.num_tokens
 
 
-# Orders over all workers, for a first choice among hundreds: flat loops, because they are most of a decision's time
+# Over all workers, for a first choice among hundreds: flat loops, and floats that the garbage collector does not count,
+# because these are most of a decision's time
 
 
-Ranked = tuple[float, int, str, WorkerView]
-"""(cost in seconds, requests given, id, worker)"""
-
-
-def rank_prefills(request: RequestView, prefills: Iterable[WorkerView], sources: Sequence[WorkerView]) -> list[Ranked]:
-    """queue(w) + read(w), in no order; a fetch is taken to come from the best source at the usual bandwidth."""
+def prefill_costs_s(request: RequestView, prefills: Iterable[WorkerView], sources: Sequence[WorkerView]) -> list[float]:
+    """queue(w) + read(w) of each; a fetch is taken to come from the best source at the usual bandwidth."""
     num_tokens, block_size, overlap = request.num_prompt_tokens, request.block_size, request.overlap
     most = request.num_held_tokens(sources[0].worker_id) if sources else 0
     block_s = request.block_bytes / START_BYTES_PER_S
-    ranked: list[Ranked] = []
+    costs_s: list[float] = []
     for worker in prefills:
         speeds = worker.speeds
         token_s, half_s = speeds.prefill_token_s, speeds.prefill_attended_s * 0.5
@@ -233,21 +230,36 @@ def rank_prefills(request: RequestView, prefills: Iterable[WorkerView], sources:
         read_s = (num_tokens - held) * (token_s + half_s * (num_tokens + held))
         if held < most:
             fetch_s = speeds.handover_s + (most - held) // block_size * block_s
-            read_s = min(read_s, fetch_s + (num_tokens - most) * (token_s + half_s * (num_tokens + most)))
-        ranked.append((worker.num_waiting_tokens * token_s + read_s, worker.num_routed, worker.worker_id, worker))
-    return ranked
+            fetch_s += (num_tokens - most) * (token_s + half_s * (num_tokens + most))
+            if fetch_s < read_s:
+                read_s = fetch_s
+        costs_s.append(worker.num_waiting_tokens * token_s + read_s)
+    return costs_s
 
 
-def rank_decodes(request: RequestView, decodes: Iterable[WorkerView]) -> list[Ranked]:
-    """EXPECTED_TOKENS * itl(w) + room(w), in no order."""
+def decode_costs_s(request: RequestView, decodes: Iterable[WorkerView]) -> list[float]:
+    """EXPECTED_TOKENS * itl(w) + room(w) of each."""
     num_choices = request.num_choices
     most_needed = -(-request.num_prompt_tokens // request.block_size) + num_choices
-    ranked: list[Ranked] = []
+    costs_s: list[float] = []
     for worker in decodes:
         speeds, num_sequences = worker.speeds, worker.num_sequences + num_choices
         cost_s = EXPECTED_TOKENS * (speeds.decode_step_s + speeds.decode_sequence_s * num_sequences)
         is_full = worker.max_num_seqs is not None and num_sequences > worker.max_num_seqs
         if is_full or worker.num_available_blocks < most_needed:
             cost_s += room_s(request, worker)
-        ranked.append((cost_s, worker.num_routed, worker.worker_id, worker))
-    return ranked
+        costs_s.append(cost_s)
+    return costs_s
+
+
+def best_of(workers: Sequence[WorkerView], costs_s: Sequence[float], count: int) -> list[WorkerView]:
+    """The `count` cheapest, those that were given fewer requests first among equals."""
+    if len(workers) <= count:
+        return list(workers)
+    limit_s = sorted(costs_s)[count - 1]
+    near = [
+        (cost_s, worker.num_routed, worker.worker_id, worker)
+        for cost_s, worker in zip(costs_s, workers)
+        if cost_s <= limit_s
+    ]
+    return [worker for *_, worker in nsmallest(count, near)]

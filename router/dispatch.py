@@ -78,7 +78,7 @@ class Dispatcher:
             raise nobody_left()
         overlap: dict[str, int] = {}
         if self.index is not None:
-            overlap = await self.index.longest_prefix(keys, [_holder(link) for link in self.workers.ready()])
+            overlap = await self.index.longest_prefix(keys, self.workers.holders())
         return RequestView(
             num_prompt_tokens=len(request.prompt_token_ids),
             num_choices=len(request.choices),

@@ -135,17 +135,22 @@ def _by_cost(request: RequestView, workers: Sequence[WorkerView]) -> Route | Non
     if not decodes:
         return None
     prefills = [worker for worker in workers if worker.role == "prefill"]
-    ranked = cost_model.rank_prefills(request, prefills, sources)
-    readings = [(worker, cost_model.read(request, worker, sources)) for *_, worker in nsmallest(NUM_CANDIDATES, ranked)]
+    costs_s = cost_model.prefill_costs_s(request, prefills, sources)
+    readings = [
+        (worker, cost_model.read(request, worker, sources))
+        for worker in cost_model.best_of(prefills, costs_s, NUM_CANDIDATES)
+    ]
     options: list[_Option] = []
     for decode in decodes:
         options.append(_local(request, decode, sources))
         if decode.role == "aggregated" or _reads_itself(request, decode):
             continue
-        paired = [(prefill, reading) for prefill, reading in readings if prefill.worker_id not in decode.unpaired]
+        paired = (
+            [pair for pair in readings if pair[0].worker_id not in decode.unpaired] if decode.unpaired else readings
+        )
         if not paired:  # rare: look at all
-            others = nsmallest(1, (each for each in ranked if each[2] not in decode.unpaired))
-            paired = [(worker, cost_model.read(request, worker, sources)) for *_, worker in others]
+            others = [worker for worker in prefills if worker.worker_id not in decode.unpaired]
+            paired = [(worker, cost_model.read(request, worker, sources)) for worker in others]
         if paired:
             options.append(_best_pair(request, decode, paired))
     return min(options, key=_Option.rank).route
@@ -154,10 +159,12 @@ def _by_cost(request: RequestView, workers: Sequence[WorkerView]) -> Route | Non
 def _best_pair(request: RequestView, decode: WorkerView, prefills: Sequence[tuple[WorkerView, Reading]]) -> _Option:
     """The prefill worker with which this decode worker is first to have the first token."""
 
+    num_bytes = -(-request.num_missing_tokens(decode.worker_id) // request.block_size) * request.block_bytes
+
     def rank(pair: tuple[WorkerView, Reading]) -> tuple[float, int, str]:
         prefill, reading = pair
-        ttft_s = prefill.queue_s + reading.read_s + cost_model.pull_s(request, prefill, decode, reading)
-        return ttft_s, prefill.num_routed, prefill.worker_id
+        pull_s = num_bytes / cost_model.bytes_per_s(decode, prefill) - reading.compute_s
+        return prefill.queue_s + reading.read_s + max(0.0, pull_s), prefill.num_routed, prefill.worker_id
 
     prefill, reading = min(prefills, key=rank)
     return _remote(request, prefill, decode, reading)
@@ -167,13 +174,18 @@ def _best_decodes(request: RequestView, decodes: Sequence[WorkerView]) -> list[W
     """Those that would decode it fastest, and those that hold most of it."""
     if len(decodes) <= NUM_CANDIDATES:
         return list(decodes)
-    ranked = cost_model.rank_decodes(request, decodes)
+    costs_s = cost_model.decode_costs_s(request, decodes)
+    best = cost_model.best_of(decodes, costs_s, NUM_CANDIDATES)
     overlap = request.overlap
-    holding = [(-overlap[each[2]], *each) for each in ranked if each[2] in overlap] if overlap else []
-    best = {worker.worker_id: worker for *_, worker in nsmallest(NUM_CANDIDATES, ranked)}
-    for _, _, _, worker_id, worker in nsmallest(NUM_CANDIDATES // 2, holding):
-        best[worker_id] = worker
-    return list(best.values())
+    if overlap:
+        holders = [pair for pair in zip(decodes, costs_s) if pair[0].worker_id in overlap]
+        # the cost only decides among those that hold equally much
+        most = nsmallest(
+            NUM_CANDIDATES // 2, holders, key=lambda pair: (-overlap[pair[0].worker_id], pair[1], pair[0].worker_id)
+        )
+        known = {worker.worker_id for worker in best}
+        best += [worker for worker, _ in most if worker.worker_id not in known]
+    return best
 
 
 def _in_turn(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:

@@ -250,6 +250,7 @@ class WorkerSet:
         self._links: dict[str, WorkerLink] = {}
         self._ready: list[WorkerLink] | None = None
         """Sorted once, not for every request; None when somebody came or went."""
+        self._holders: list[tuple[str, int]] = []
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -286,7 +287,14 @@ class WorkerSet:
         """By id."""
         if self._ready is None:
             self._ready = [link for link in self.links() if link.state == "ready"]
+            self._holders = [(link.worker_id, link.address.epoch) for link in self._ready]
         return self._ready
+
+    def holders(self) -> Sequence[tuple[str, int]]:
+        """(worker id, epoch) of all that are ready, as the prefix index names them. The same object while they are the
+        same."""
+        self.ready()
+        return self._holders
 
     def views(self) -> list[WorkerView]:
         """Of all that are ready, for the policy."""
