@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,77 +18,13 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.capture import Captured
-from tandem.kernels.ops import Ops, Sampled, SamplingInputs, StepLayout
+from tandem.kernels.ops import Ops, Sampled, StepLayout
 from tandem.workers.batch import Batch, BatchItem, SampleSpec
+from tandem.workers.decode_inputs import DecodeInputs
 from tandem.workers.step_inputs import has_penalties, used_blocks
 
 Forward = Callable[[Tensor, StepLayout, Tensor], Tensor]
 """(token ids [n], layout, logits buffer [n, vocab]) -> the logits of every row."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inputs:
-    """Everything that a decode step reads, for the largest batch."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    choice: Tensor
-
-    @classmethod
-    def allocate(cls, max_seqs: int, max_blocks: int, *, pin: bool) -> _Inputs:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pin)
-
-        def numbers() -> Tensor:
-            return zeros(max_seqs, dtype=torch.float32)
-
-        return cls(
-            token_ids=zeros(max_seqs),
-            positions=zeros(max_seqs),
-            slots=zeros(max_seqs),
-            query_starts=zeros(max_seqs + 1),
-            context_lens=zeros(max_seqs),
-            block_tables=zeros(max_seqs, max_blocks),
-            temperature=numbers(),
-            top_k=zeros(max_seqs),
-            top_p=numbers(),
-            min_p=numbers(),
-            seed=zeros(max_seqs),
-            choice=zeros(max_seqs),
-        )
-
-    def to(self, device: torch.device) -> _Inputs:
-        """Copies on `device`."""
-        return _Inputs(**{each.name: getattr(self, each.name).to(device) for each in fields(self)})
-
-    def layout(self, num_seqs: int) -> StepLayout:
-        return StepLayout(
-            positions=self.positions[:num_seqs],
-            slots=self.slots[:num_seqs],
-            query_starts=self.query_starts[: num_seqs + 1],
-            context_lens=self.context_lens[:num_seqs],
-            block_tables=self.block_tables[:num_seqs],
-        )
-
-    def sampling(self, num_seqs: int) -> SamplingInputs:
-        return SamplingInputs(
-            temperature=self.temperature[:num_seqs],
-            top_k=self.top_k[:num_seqs],
-            top_p=self.top_p[:num_seqs],
-            min_p=self.min_p[:num_seqs],
-            seed=self.seed[:num_seqs],
-            choice=self.choice[:num_seqs],
-            position=self.context_lens[:num_seqs],  # a new token's position is the length of what is before it
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,10 +52,11 @@ class DecodeSteps:
         self._buckets = buckets
         self._block_size = block_size
         self._logits = logits
-        self._host = _Inputs.allocate(buckets[-1], max_blocks, pin=logits.device.type == "cuda")
-        self._device = self._host if logits.device.type == "cpu" else self._host.to(logits.device)
+        sizes, device = (buckets[-1], max_blocks), logits.device
+        self._host = DecodeInputs.allocate(*sizes, torch.device("cpu"), pin=device.type == "cuda")
+        self._device = self._host if device.type == "cpu" else DecodeInputs.allocate(*sizes, device)
         self._arrays: dict[str, npt.NDArray[np.int64]] = {
-            each.name: getattr(self._host, each.name).numpy() for each in fields(self._host)
+            name: tensor.numpy() for name, tensor in self._host.arrays().items()
         }
         self._recorded: dict[int, _Recorded] = {}
 
@@ -189,7 +126,7 @@ class DecodeSteps:
         arrays["slots"][:count] = last * self._block_size + starts % self._block_size
         self._fill_sampling(batch.items)
         if self._device is not self._host:
-            self._upload(bucket)
+            self._host.upload(self._device, bucket)
 
     def _fill_sampling(self, items: tuple[BatchItem, ...]) -> None:
         arrays, count = self._arrays, len(items)
@@ -201,12 +138,6 @@ class DecodeSteps:
         arrays["min_p"][:count] = [one.min_p for one in params]
         arrays["seed"][:count] = np.array([one.seed & ((1 << 64) - 1) for one in params], np.uint64).view(np.int64)
         arrays["choice"][:count] = [spec.choice for spec in specs]
-
-    def _upload(self, bucket: int) -> None:
-        for each in fields(self._host):
-            host, device = getattr(self._host, each.name), getattr(self._device, each.name)
-            rows = bucket + (each.name == "query_starts")
-            device[:rows].copy_(host[:rows], non_blocking=True)
 
 
 def is_plain(batch: Batch) -> bool:
