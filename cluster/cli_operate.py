@@ -21,6 +21,7 @@ def config(
     context: typer.Context,
     print_: Annotated[bool, typer.Option("--print", help="Show every setting and where it comes from.")] = False,
     json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Show a file with every setting instead.")] = False,
 ) -> None:
     """Check a configuration, and show what comes of it: flag over environment over file over default.
 
@@ -30,6 +31,11 @@ def config(
     """
     from tandem.cluster.config_sources import explain
 
+    if template:
+        from tandem.cluster.config_template import template as make_template
+
+        typer.echo(make_template(serve_command().params), nl=False)
+        return
     cluster_config, settings = serve_settings(context.args)
     rows = explain(cluster_config, settings)
     if json:
@@ -67,10 +73,16 @@ def gateway(
 
 def serve_settings(arguments: list[str]) -> tuple[Any, Any]:
     """The configuration that `tandem serve` would use with these arguments, and its settings. Raises `UserError`."""
-    from tandem.cluster.cli import app, given_flags
+    from tandem.cluster.cli import given_flags
     from tandem.cluster.config import load_settings
 
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    with command.make_context("tandem serve", list(arguments), resilient_parsing=False) as serve_context:
+    with serve_command().make_context("tandem serve", list(arguments), resilient_parsing=False) as serve_context:
         file: Path | None = serve_context.params["config"]
         return load_settings(given_flags(serve_context), file, os.environ)
+
+
+def serve_command() -> Any:
+    """The parser of `tandem serve`."""
+    from tandem.cluster.cli import app
+
+    return typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
