@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from tandem.workers.errors import TransferError, WorkerUnavailable
@@ -28,8 +28,8 @@ class Reader:
     kv_cache: KVCache
     transfer: Transfer
     metrics: WorkerMetrics
-    before_write: Callable[[list[int]], None]
-    """Called with blocks of ours that are about to be overwritten."""
+    settle: Callable[[list[int]], Awaitable[None]]
+    """Awaited before blocks of ours are overwritten."""
 
 
 class TicketReader:
@@ -125,9 +125,9 @@ class Attempt:
             return
         remote = [block.block_id for block in missing]
         local = [sequence.block_ids[block.index] for block in missing]
+        await reader.settle(local)
         started = time.monotonic()
         self.pulling = local
-        reader.before_write(local)
         await reader.transfer.pull(peer.description.transfer, remote, local, timeout_s=timeout_s)
         elapsed_s, num_bytes = time.monotonic() - started, len(missing) * reader.kv_cache.block_bytes
         self.pull_s += elapsed_s

@@ -192,8 +192,8 @@ class WorkerServer:
             name=config.worker_id,
             heartbeat_s=config.heartbeat_s,
         )
-        before_write = _nothing_waits if tiers is None else tiers.before_write
-        reader = Reader(kv_cache, self.transfer, metrics, before_write)
+        settle = _nothing_waits if tiers is None else tiers.settle
+        reader = Reader(kv_cache, self.transfer, metrics, settle)
         filler = Filler(self.address, engine, reader, peers, tiers, self._speed_meter.speeds)
         promises = Promises(self.address, engine, kv_cache, self.transfer, metrics)
         if config.role == "prefill":
@@ -237,7 +237,7 @@ class WorkerServer:
         )
 
 
-def _nothing_waits(block_ids: list[int]) -> None:
+async def _nothing_waits(block_ids: list[int]) -> None:
     """There are no tiers: blocks may be overwritten at once."""
 
 

@@ -4,9 +4,9 @@
       ▲                    │                      │
       └────── restore ─────┴──────────────────────┘         copies stay where they were, as the most recently used
 
-An evicted block is not copied at once: it waits, its bytes untouched, while a thread copies it, and whoever is about to
-overwrite it calls `before_write`, which copies what is still waiting. So a long prompt that pushes out hundreds of
-blocks costs no step more than the blocks that this very step writes.
+An evicted block is not copied at once: it waits, its bytes untouched, for a thread to copy it. Whoever is about to
+overwrite it says so: a step (`before_step`) has what still waits copied on the spot, a fill (`settle`) by the thread.
+So a long prompt that pushes out hundreds of blocks costs no step more than the blocks that this very step writes.
 
 All state is on the event loop. Nothing here raises for lack of memory, room or speed: blocks are dropped, and counted.
 """
@@ -55,6 +55,15 @@ class Wanted:
     parent_key: bytes | None
     token_ids: tuple[int, ...]
     block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A block to be copied out of the pool, into a slot of host memory."""
+
+    block_id: int
+    record: Record
+    slot: int
 
 
 class Tiers:
@@ -139,14 +148,16 @@ class Tiers:
                 self._saving = self._spawn(self._save_waiting(), "save evicted blocks")
 
     def before_write(self, block_ids: Iterable[int]) -> None:
-        """Somebody is about to write into these blocks: copy those that wait, now."""
-        if not self._waiting:
-            return
-        for block_id in block_ids:
-            record = self._waiting.pop(block_id, None)
-            if record is not None and (slot := self._take_slot()) is not None:
-                self._memory.copy_out(block_id, self._host.slot_bytes(slot))
-                self._put(record, slot)
+        """These blocks are about to be overwritten: copy those that wait, now."""
+        jobs = self._take_waiting(block_ids)
+        self._copy_out(jobs)
+        for job in jobs:
+            self._put(job.record, job.slot)
+
+    async def settle(self, block_ids: Iterable[int]) -> None:
+        """As `before_write`, in the thread: for blocks that nobody but the caller may write meanwhile."""
+        if jobs := self._take_waiting(block_ids):
+            await undisturbed(self._save(jobs))
 
     def before_step(self, batch: Batch) -> None:
         """What this batch overwrites: the blocks of the tokens that it computes, and those that it copies into."""
@@ -157,34 +168,49 @@ class Tiers:
                 self.before_write(item.block_ids[item.start // size : -(-end // size)])
             self.before_write(copy.destination for copy in batch.copies)
 
+    def _take_waiting(self, block_ids: Iterable[int]) -> list[_Job]:
+        if not self._waiting:
+            return []
+        jobs: list[_Job] = []
+        for block_id in block_ids:
+            record = self._waiting.pop(block_id, None)
+            if record is not None and (slot := self._take_slot()) is not None:
+                jobs.append(_Job(block_id, record, slot))
+        return jobs
+
+    async def _save(self, jobs: list[_Job]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._copier, self._copy_out, jobs)
+        for job in jobs:
+            self._put(job.record, job.slot)
+
     async def _save_waiting(self) -> None:
         """In the thread, a few at a time, until none waits."""
         await asyncio.sleep(0)  # not in the middle of a schedule: more of them come with it
         loop = asyncio.get_running_loop()
         try:
             while self._waiting:
-                jobs: list[tuple[int, Record, int]] = []
+                jobs: list[_Job] = []
                 for block_id, record in self._waiting.items():
                     if len(jobs) == COPY_BLOCKS or (slot := self._host.take_free_slot()) is None:
                         break
-                    jobs.append((block_id, record, slot))
+                    jobs.append(_Job(block_id, record, slot))
                 if not jobs:  # the disk is slower than the pool: wait for it while nobody needs the blocks
                     self._slot_came_back.clear()
                     await self._slot_came_back.wait()
                     continue
                 await loop.run_in_executor(self._copier, self._copy_out, jobs)
-                for block_id, record, slot in jobs:
-                    if self._waiting.get(block_id) is record:
-                        del self._waiting[block_id]
-                        self._put(record, slot)
-                    else:  # overwritten meanwhile: `before_write` was faster, or it was evicted anew
-                        self._give_back(slot)
+                for job in jobs:
+                    if self._waiting.get(job.block_id) is job.record:
+                        del self._waiting[job.block_id]
+                        self._put(job.record, job.slot)
+                    else:  # overwritten meanwhile: somebody else was faster to save it
+                        self._give_back(job.slot)
         finally:
             self._saving = None
 
-    def _copy_out(self, jobs: list[tuple[int, Record, int]]) -> None:
-        for block_id, _, slot in jobs:
-            self._memory.copy_out(block_id, self._host.slot_bytes(slot))
+    def _copy_out(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            self._memory.copy_out(job.block_id, self._host.slot_bytes(job.slot))
 
     def _take_slot(self) -> int | None:
         slot, num_lost = self._host.take_slot()
@@ -225,9 +251,9 @@ class Tiers:
         When this ends, however it does, nothing is written into any of the blocks any more.
         """
         index = 0
-        self.before_write(block.block_id for block in wanted)
         try:
             while index < len(wanted):
+                await self.settle(block.block_id for block in wanted[index : index + COPY_BLOCKS])
                 entries = self._held_in_host(wanted[index : index + COPY_BLOCKS])
                 if entries:
                     await self._read_host(entries, [block.block_id for block in wanted[index : index + len(entries)]])

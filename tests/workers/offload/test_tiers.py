@@ -64,6 +64,25 @@ async def test_a_block_that_is_overwritten_while_a_thread_copies_it(make_stage: 
     assert await stage.restore(10, 11) == ["host", "host"]
 
 
+async def test_a_block_that_is_being_read_keeps_its_slot(make_stage: Any) -> None:
+    stage = await make_stage(host=1, spare=1)
+    await stage.save(10)
+    copy_in, started, go_on = stage.memory.copy_in, threading.Event(), threading.Event()
+
+    def slowly(block_id: int, data: Any) -> None:
+        started.set()
+        assert go_on.wait(5)
+        copy_in(block_id, data)
+
+    stage.memory.copy_in = slowly
+    restoring = asyncio.create_task(stage.restore(10))
+    await asyncio.to_thread(started.wait, 5)
+    stage.tiers.before_write(stage.evict(20, 30))
+    go_on.set()
+    assert await restoring == ["host"]
+    await stage.rest()
+
+
 async def test_a_hit_compares_tokens_and_parent(make_stage: Any) -> None:
     stage = await make_stage(host=1, disk=4)
     await stage.save(12, 11)
