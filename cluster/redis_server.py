@@ -28,6 +28,7 @@ FIRST_RESTART_S = 0.2
 LAST_RESTART_S = 10.0
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1
+MAX_MEMORY_BYTES = 256 << 20
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: nothing may be loaded after a fork
 
@@ -41,7 +42,8 @@ def die_with_parent() -> None:
 class EmbeddedRedis:
     """One server process, started again when it dies. Start it from the main thread: it lives no longer than that."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
+        self._max_memory_bytes = max_memory_bytes
         self._socket = folder / "redis.sock"
         self._folder = folder
         self._log = folder / "redis.log"
@@ -95,7 +97,7 @@ class EmbeddedRedis:
             "logfile": str(self._log),
             "save": "",
             "appendonly": "no",
-            "maxmemory": "256mb",
+            "maxmemory": str(self._max_memory_bytes),
             # evicting would drop a worker's whole set; refused writes only make the index shorter
             "maxmemory-policy": "noeviction",
         }

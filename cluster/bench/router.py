@@ -1,0 +1,263 @@
+"""`tandem bench router`: what one routing decision costs, with everything that the gateway does for it.
+
+    hash the prompt's blocks -> ask the index, in a real server -> choose the workers -> put it on their accounts
+
+The workers are accounts without anybody behind them; the rest is the gateway's own code (`dispatch.Generation`). Every
+prompt is new: the first half is one of `NUM_DOCUMENTS` documents that some workers hold to different lengths, the rest
+was never seen. While decisions are made snapshots come in as often as they would at `RATE` requests per second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from tandem.cluster.bench.router_workers import StandingWorkers
+from tandem.cluster.bench.statistics import percentiles
+from tandem.cluster.redis_server import EmbeddedRedis
+from tandem.router.config import GatewayConfig
+from tandem.router.dispatch import Dispatcher, Generation
+from tandem.router.index.reader import IndexReader
+from tandem.router.index.scripts import PUBLISH, index_prefix, owner_tag
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import PolicyName
+from tandem.workers.block_key import block_keys, root_key
+from tandem.workers.types import Request, SamplingParams
+
+NAMESPACE = "bench"
+KEY = b"cluster key of the bench"
+RATE = 99
+"""Requests per second, to which CPU time is scaled."""
+NUM_DOCUMENTS = 16
+NUM_HOLDERS = 8
+"""Workers that hold a document, the first of them whole, the others to shorter and shorter lengths."""
+NUM_RUNNING = 64
+"""Requests that are under way, and on the workers' accounts, at any time."""
+PUBLISH_BATCH = 2000
+SERVER_BYTES_PER_BLOCK = 64
+"""Room for the index in the server, generously."""
+VOCAB_SIZE = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBenchOptions:
+    num_workers: tuple[int, ...] = (1, 100, 1000)
+    prompt_tokens: tuple[int, ...] = (1000, 4000, 100_000)
+    num_blocks: int = 1_000_000
+    """In the index besides those of the documents."""
+    num_decisions: int = 500
+    """Timed, per case."""
+    budget_s: float = 0.005
+    """For a look-up, as in the gateway."""
+    policy: PolicyName = "cost"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table. Times in seconds, of one decision."""
+
+    num_workers: int
+    prompt_tokens: int
+    wall_p50_s: float
+    wall_p99_s: float
+    cpu_mean_s: float
+    """Of the gateway's process: hashing, asking, choosing, booking, and the event loop between."""
+    cpu_p99_s: float
+    hash_s: float
+    """Of that, hashing: median, measured by itself."""
+    policy_s: float
+    """Of that, choosing: median, measured by itself."""
+    server_cpu_s: float
+    """Of the server's process, mean."""
+    share_late: float
+    """Of look-ups that were not answered within the budget: such a decision does without."""
+
+    @property
+    def decisions_per_s(self) -> float:
+        """One after another, on one core."""
+        return 1.0 / self.wall_p50_s
+
+    @property
+    def cores_at_rate(self) -> float:
+        return RATE * self.cpu_mean_s
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    options: RouterBenchOptions
+    index_blocks: int
+    index_bytes: int
+    """The server's memory in use, with all of them."""
+    cases: list[Case] = field(default_factory=list)
+
+
+async def bench_router(options: RouterBenchOptions, on_progress: Callable[[str], None]) -> RouterReport:
+    """Start a server, fill the index, measure every case."""
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        max_bytes = (256 << 20) + options.num_blocks * SERVER_BYTES_PER_BLOCK
+        server = EmbeddedRedis(Path(folder), max_memory_bytes=max_bytes)
+        await server.start()
+        try:
+            with _client(server.url) as client:
+                await asyncio.to_thread(_fill, client, options, on_progress)
+                report = RouterReport(options, options.num_blocks, int(client.info("memory")["used_memory"]))
+                for num_workers in options.num_workers:
+                    for prompt_tokens in options.prompt_tokens:
+                        on_progress(f"{num_workers} workers, prompts of {prompt_tokens} tokens")
+                        bench = _Bench(options, server.url, client, num_workers, prompt_tokens)
+                        report.cases.append(await bench.run())
+        finally:
+            await server.stop()
+    return report
+
+
+class _Bench:
+    """One case."""
+
+    def __init__(
+        self, options: RouterBenchOptions, url: str, client: redis.Redis, num_workers: int, prompt_tokens: int
+    ) -> None:
+        self._options = options
+        self._url = url
+        self._client = client
+        self._prompt_tokens = prompt_tokens
+        self._random = random.Random(options.seed)
+        self._workers = StandingWorkers(num_workers, self._random)
+        length = prompt_tokens // 2
+        self._documents = [self._tokens(length) for _ in range(NUM_DOCUMENTS)]
+        self._tail = self._tokens(prompt_tokens - length - 1)
+
+    async def run(self) -> Case:
+        options = self._options
+        identity = self._workers.identity()
+        root = root_key(KEY, identity, "")
+        for document in self._documents:
+            self._publish_document(block_keys(KEY, root, document, identity.block_size))
+        index = IndexReader(self._url, namespace=NAMESPACE, budget_s=options.budget_s)
+        await index.start()
+        config = GatewayConfig(
+            model_name="bench",
+            tokenizer_folder=Path(),
+            max_model_len=1 << 20,
+            cluster_key=KEY,
+            router_policy=options.policy,
+        )
+        dispatcher = Dispatcher(config, self._workers, index, RouterMetrics(list))
+        try:
+            return await self._measure(dispatcher, index, root)
+        finally:
+            await index.stop()
+
+    async def _measure(self, dispatcher: Dispatcher, index: IndexReader, root: bytes) -> Case:
+        block_size = self._workers.identity().block_size
+        wall, cpu, hashing, choosing = [], [], [], []
+        running: deque[Generation] = deque()
+        num_warm_up = NUM_RUNNING
+        server_began, num_late = 0.0, 0
+        for number in range(num_warm_up + self._options.num_decisions):
+            if number == num_warm_up:
+                server_began, num_late = self._server_cpu_s(), index.num_late
+            request = self._request(number)
+            self._workers.hear_some(RATE)
+            generation = Generation(dispatcher, request, timeout_s=600.0)
+            wall_began, cpu_began = time.perf_counter(), time.process_time()
+            await generation.look_up()
+            generation.book()
+            cpu_s, wall_s = time.process_time() - cpu_began, time.perf_counter() - wall_began
+            running.append(generation)
+            if len(running) > NUM_RUNNING:
+                running.popleft().close()
+            if number < num_warm_up:
+                continue
+            wall.append(wall_s)
+            cpu.append(cpu_s)
+            if number % 4 == 0:
+                began = time.process_time()
+                block_keys(KEY, root, request.prompt_token_ids, block_size)
+                hashing.append(time.process_time() - began)
+                began = time.process_time()
+                generation.predict()
+                choosing.append(time.process_time() - began)
+        server_cpu_s = self._server_cpu_s() - server_began
+        for generation in running:
+            generation.close()
+        walls, cpus = percentiles(wall), percentiles(cpu)
+        hashes, choices = percentiles(hashing), percentiles(choosing)
+        assert walls is not None and cpus is not None and hashes is not None and choices is not None  # noqa: PT018
+        return Case(
+            num_workers=len(self._workers.ready()),
+            prompt_tokens=self._prompt_tokens,
+            wall_p50_s=walls.p50,
+            wall_p99_s=walls.p99,
+            cpu_mean_s=cpus.mean,
+            cpu_p99_s=cpus.p99,
+            hash_s=hashes.p50,
+            policy_s=choices.p50,
+            server_cpu_s=server_cpu_s / self._options.num_decisions,
+            share_late=(index.num_late - num_late) / self._options.num_decisions,
+        )
+
+    def _request(self, number: int) -> Request:
+        """A prompt that nobody has seen, behind one of the documents."""
+        document = self._documents[number % NUM_DOCUMENTS]
+        return Request(
+            request_id=f"{self._prompt_tokens}-{number}",
+            prompt_token_ids=(*document, number, *self._tail),
+            sampling=SamplingParams(max_tokens=64, seed=0),
+        )
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.choices(range(VOCAB_SIZE), k=count))
+
+    def _publish_document(self, keys: list[bytes]) -> None:
+        links = list(self._workers.ready())
+        for rank, link in enumerate(self._random.sample(links, min(NUM_HOLDERS, len(links)))):
+            _publish(self._client, (link.worker_id, link.address.epoch), keys[: max(1, len(keys) // (rank + 1))])
+
+    def _server_cpu_s(self) -> float:
+        usage: Any = self._client.info("cpu")
+        return float(usage["used_cpu_user"]) + float(usage["used_cpu_sys"])
+
+
+@contextmanager
+def _client(url: str) -> Iterator[redis.Redis]:
+    client = redis.Redis.from_url(url, protocol=2, socket_timeout=60)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _fill(client: redis.Redis, options: RouterBenchOptions, on_progress: Callable[[str], None]) -> None:
+    """Blocks that no prompt here asks for, held by 100 workers, one each."""
+    source = random.Random(options.seed)
+    for start in range(0, options.num_blocks, PUBLISH_BATCH):
+        count = min(PUBLISH_BATCH, options.num_blocks - start)
+        blob = source.randbytes(16 * count)
+        holder = (f"other-{start // PUBLISH_BATCH % 100}", 0)
+        _publish(client, holder, [blob[16 * number : 16 * number + 16] for number in range(count)])
+        if start % 500_000 == 0:
+            on_progress(f"filling the index: {start:,} of {options.num_blocks:,} blocks")
+
+
+def _publish(client: redis.Redis, holder: tuple[str, int], keys: list[bytes]) -> None:
+    """As a worker does, in its own words."""
+    for start in range(0, len(keys), PUBLISH_BATCH):
+        part = keys[start : start + PUBLISH_BATCH]
+        names = b"".join(key[:10] for key in part)
+        arguments: list[Any] = [owner_tag(holder), 1, 1, 3600, "era", b"\1" * len(part), names, b""]
+        client.eval(PUBLISH.source, 1, index_prefix(NAMESPACE), *arguments)
+
+
+__all__ = ["RATE", "Case", "RouterBenchOptions", "RouterReport", "bench_router"]

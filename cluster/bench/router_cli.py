@@ -1,0 +1,115 @@
+"""The command line of `tandem bench router`, and how its result is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tandem.workers.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.cluster.bench.router import Case, RouterReport
+
+HEADINGS = (
+    "workers", "prompt tokens", "decisions/s", "p50 ms", "p99 ms", "CPU ms", "CPU p99", "of it hashing", "of it policy",
+    "cores at 99/s", "Redis CPU ms", "late",
+)  # fmt: skip
+PolicyChoice = Literal["cost", "round-robin", "least-loaded", "prefix"]
+
+
+def router(
+    workers: Annotated[str, typer.Option(help="How many workers: one case for each.")] = "1,100,1000",
+    tokens: Annotated[str, typer.Option(help="Prompt lengths: one case for each.")] = "1000,4000,100000",
+    blocks: Annotated[int, typer.Option(min=0, help="Blocks in the index, besides those asked for.")] = 1_000_000,
+    decisions: Annotated[int, typer.Option(min=1, help="Timed decisions per case.")] = 500,
+    budget: Annotated[float, typer.Option(min=0.0001, help="For a look-up, in seconds, as in the gateway.")] = 0.005,
+    policy: Annotated[PolicyChoice, typer.Option(help="As for tandem serve --router-policy.")] = "cost",
+    seed: Annotated[int, typer.Option(help="Other prompts, other loads.")] = 0,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file, or - .")] = None,
+) -> None:
+    """Measure what a routing decision costs: hashing, the index in a real server, the policy, the books.
+
+    tandem bench router --workers 100 --tokens 100000 --blocks 10000000
+    """
+    from tandem.cluster.bench.router import RouterBenchOptions, bench_router
+
+    console = Console(stderr=True)
+    try:
+        options = RouterBenchOptions(
+            num_workers=_numbers("--workers", workers),
+            prompt_tokens=_numbers("--tokens", tokens),
+            num_blocks=blocks,
+            num_decisions=decisions,
+            budget_s=budget,
+            policy=policy,
+            seed=seed,
+        )
+        report = asyncio.run(bench_router(options, lambda message: console.print(message, style="dim")))
+        print_router_report(report, Console(stderr=json_path == "-", width=180 if json_path == "-" else None))
+        if json_path == "-":
+            sys.stdout.buffer.write(to_json(report))
+        elif json_path is not None:
+            _write(json_path, to_json(report))
+    except UserError as error:
+        console.print(f"tandem bench router: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def print_router_report(report: RouterReport, console: Console) -> None:
+    title = f"{report.options.policy}, {report.index_blocks:,} blocks in the index ({report.index_bytes / 1e6:,.0f} MB)"
+    table = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    for case in report.cases:
+        table.add_row(*cells(case))
+    console.print(table)
+
+
+def cells(case: Case) -> list[str]:
+    """One row of the table; times in milliseconds."""
+    return [
+        f"{case.num_workers:,}",
+        f"{case.prompt_tokens:,}",
+        f"{case.decisions_per_s:,.0f}",
+        *(f"{1e3 * seconds:.2f}" for seconds in (case.wall_p50_s, case.wall_p99_s, case.cpu_mean_s, case.cpu_p99_s)),
+        f"{1e3 * case.hash_s:.2f}",
+        f"{1e3 * case.policy_s:.2f}",
+        f"{case.cores_at_rate:.2f}",
+        f"{1e3 * case.server_cpu_s:.2f}",
+        f"{case.share_late:.1%}",
+    ]
+
+
+def to_json(report: RouterReport) -> bytes:
+    """Everything that was measured, with what follows from it."""
+    cases = [
+        asdict(case) | {"decisions_per_s": case.decisions_per_s, "cores_at_rate": case.cores_at_rate}
+        for case in report.cases
+    ]
+    return msgspec.json.format(msgspec.json.encode(asdict(report) | {"cases": cases}), indent=2) + b"\n"
+
+
+def _write(path: str, content: bytes) -> None:
+    try:
+        with open(path, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from error
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """`1,100` as numbers of at least 1."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"{flag} must be numbers of at least 1, separated by commas, but is {text!r}")
+    return numbers
