@@ -176,17 +176,17 @@ class WorkerCollector(Collector):
 
     def _gauges(self) -> Iterable[Metric]:
         blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks by state.", labels=["role", "worker", "state"])
+        tiers = GaugeMetricFamily(
+            "tandem_kv_tier_blocks", "KV blocks below the pool.", labels=["role", "worker", "tier"]
+        )
         running = GaugeMetricFamily("tandem_requests_running", "Sequences in the batch.", labels=["role", "worker"])
         waiting = GaugeMetricFamily("tandem_requests_waiting", "Sequences in the queue.", labels=["role", "worker"])
         for snapshot in self._snapshots():
             of = [snapshot.role, snapshot.worker_id]
             for state in ("free", "cached", "used", "incoming", "quarantined"):
                 blocks.add_metric([*of, state], getattr(snapshot.blocks, state))
+            for tier, num_blocks in snapshot.kv_tier_blocks.items():
+                tiers.add_metric([*of, tier], num_blocks)
             running.add_metric(of, snapshot.num_running)
             waiting.add_metric(of, snapshot.num_waiting)
         yield from (blocks, tiers, running, waiting)
-        tiers = GaugeMetricFamily(
-            "tandem_kv_tier_blocks", "KV blocks below the pool.", labels=["role", "worker", "tier"]
-        )
-            for tier, num_blocks in snapshot.kv_tier_blocks.items():
-                tiers.add_metric([*of, tier], num_blocks)
