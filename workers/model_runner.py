@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Ops, Sampled, StepLayout, load_ops
-from tandem.workers.batch import Batch, SampledToken, SampleSpec, StepResult
+from tandem.workers.batch import Batch, SampledToken, SampleSpec, Scored, ScoreSpec, StepResult
 from tandem.workers.decode_step import DecodeSteps, decode_buckets, is_plain
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.masks import Mask, MaskMaker
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.weights import ModelWeights
-from tandem.workers.step_inputs import StepInputs, build, build_sampling, collect
+from tandem.workers.rehearsal import dry_batches
+from tandem.workers.step_inputs import StepInputs, build, build_sampling, collect, records_of
+from tandem.workers.types import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
         self.ops = load_ops("reference") if ops is None else ops
         self.decoder = Decoder(config, weights, self.ops, max_model_len)
         self.decoder.reserve(max(max_num_batched_tokens, max_num_seqs))
@@ -86,6 +89,16 @@ class ModelRunner:
             return False
         self._decode = decode
         return True
+
+    @torch.inference_mode()
+    def rehearse(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Prompts of all sizes, dry, so that nothing is compiled later. The pool's first blocks must be free."""
+        pool_tokens = self._kv_cache.num_blocks * self._kv_cache.block_size
+        most = min(self._max_num_batched_tokens, self._max_model_len, pool_tokens)
+        batches = dry_batches(most, self._kv_cache.block_size, self._config.vocab_size)
+        for done, batch in enumerate(batches):
+            on_progress(done, len(batches))
+            self._compute(batch)
 
     @property
     def num_ops_per_decode_step(self) -> int:
@@ -124,23 +137,52 @@ class ModelRunner:
         wait_for_masks = self._masks.begin(specs)
         inputs = build(batch, self._kv_cache.block_size, self._kv_cache.tensor.device)
         if not specs:
-            self.ops.run(lambda: self._forward(inputs.token_ids, inputs.layout))
-            return [None] * len(batch.items)
-        if wait_for_masks is None:
-            sampled = self.ops.run(lambda: self._sample(self._sampled_logits(inputs), specs))
-            return collect(batch, sampled)
-        logits = self.ops.run(lambda: self._sampled_logits(inputs))
-        masks = wait_for_masks()
-        return collect(batch, self._sample(logits, specs, masks), masks)
+            hidden = self.ops.run(lambda: self._forward(inputs.token_ids, inputs.layout))
+            results: list[StepResult] = [None] * len(batch.items)
+        elif wait_for_masks is None:
+            hidden, sampled = self.ops.run(lambda: self._compute_and_sample(inputs, specs))
+            results = collect(batch, sampled)
+        else:
+            hidden, logits = self.ops.run(lambda: self._compute_logits(inputs))
+            masks = wait_for_masks()
+            results = collect(batch, self._sample(logits, specs, masks), masks)
+        return self._with_scores(batch, hidden, results)
+
+    def _with_scores(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> list[StepResult]:
+        """The results with what was to be scored. hidden [num_tokens, hidden]: what the step computed."""
+        start = 0
+        for index, item in enumerate(batch.items):
+            if item.score is not None:
+                logprobs = self._score(hidden[start:], item.score)
+                token = results[index]
+                assert not isinstance(token, Scored), "scored twice"
+                results[index] = Scored(logprobs, token)
+            start += len(item.token_ids)
+        return results
+
+    def _score(self, hidden: Tensor, spec: ScoreSpec) -> list[TokenLogprobs]:
+        """Few rows at a time: the logits of a whole chunk are large."""
+        targets = torch.tensor(spec.targets, device=hidden.device)
+        logprobs: list[TokenLogprobs] = []
+        for few in torch.split(torch.arange(len(spec.targets)), self._max_num_seqs):
+            rows = slice(int(few[0]), int(few[-1]) + 1)
+            logits = self.decoder.logits(hidden[rows], out=self._logits[: len(few)])
+            logprobs += records_of(self.ops.score(logits, targets[rows], spec.num_top))
+        return logprobs
+
+    def _compute_and_sample(self, inputs: StepInputs, specs: list[SampleSpec]) -> tuple[Tensor, Sampled]:
+        hidden, logits = self._compute_logits(inputs)
+        return hidden, self._sample(logits, specs)
 
     def _sample(self, logits: Tensor, specs: list[SampleSpec], masks: list[Mask] | None = None) -> Sampled:
         return self.ops.sample(logits, build_sampling(specs, logits.device, masks))
 
-    def _sampled_logits(self, inputs: StepInputs) -> Tensor:
-        """[num_samples, vocab], until the next step."""
+    def _compute_logits(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Hidden states [num_tokens, hidden], and logits where a token is sampled [num_samples, vocab]; both until the
+        next step."""
         hidden = self._forward(inputs.token_ids, inputs.layout)
         sampled_rows = self.ops.embedding(inputs.sample_rows, hidden)
-        return self.decoder.logits(sampled_rows, out=self._logits[: inputs.sample_rows.shape[0]])
+        return hidden, self.decoder.logits(sampled_rows, out=self._logits[: inputs.sample_rows.shape[0]])
 
     def _logits_of(self, token_ids: Tensor, layout: StepLayout, out: Tensor) -> Tensor:
         return self.decoder.logits(self._forward(token_ids, layout), out=out)

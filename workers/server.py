@@ -270,6 +270,9 @@ def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[Mo
     _tune(config, model, runner, warm_up)
     with warm_up.phase("recording steps"):
         runner.record(warm_up.advance)
+    if config.device != "cpu":  # whose kernels are compiled by now
+        with warm_up.phase("dry prompts"):
+            runner.rehearse(warm_up.advance)
     logger.info("warm-up: %s", warm_up.summary())
     return model, kv_cache, runner
 

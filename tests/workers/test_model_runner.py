@@ -12,7 +12,7 @@ from tiny_model import CONFIG, random_weights
 from tandem.kernels.ops import load_ops
 from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.model_runner import ModelRunner
+from tandem.workers.model_runner import ModelRunner, StepCounts
 from tandem.workers.step_inputs import build, build_sampling
 from tandem.workers.types import SamplingParams
 
@@ -192,3 +192,17 @@ def test_build_lays_out_positions_slots_and_blocks() -> None:
 def test_batches_that_cannot_be_run_are_refused(items: tuple[BatchItem, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_runner().execute(Batch(items))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_rehearsal_runs_every_size_and_changes_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(make_runner(backend=backend), [0, 3], 17, 3)
+    runner = make_runner(backend=backend)
+    sizes: list[int] = []
+    forward = runner.decoder.forward
+    monkeypatch.setattr(runner.decoder, "forward", lambda ids, *rest: sizes.append(ids.shape[0]) or forward(ids, *rest))
+    runner.rehearse()
+    monkeypatch.undo()
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 1, 1, 1]  # as far as the longest sequence
+    assert runner.counts == StepCounts()
+    assert generate(runner, [0, 3], 17, 3) == expected
