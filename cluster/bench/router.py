@@ -10,6 +10,7 @@ was never seen. While decisions are made snapshots come in as often as they woul
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import tempfile
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 import redis
 
+from tandem.cluster.bench.cpu_use import busy_ticks
 from tandem.cluster.bench.router_workers import StandingWorkers
 from tandem.cluster.bench.statistics import percentiles
 from tandem.cluster.redis_server import EmbeddedRedis
@@ -73,7 +75,9 @@ class Case:
     wall_p99_s: float
     cpu_mean_s: float
     """Of the gateway's process: hashing, asking, choosing, booking, and the event loop between."""
-    cpu_p99_s: float
+    cpu_p50_s: float
+    cpu_least_s: float
+    """On a machine that others use, too, CPU seconds are dearer than alone: what it can be."""
     hash_s: float
     """Of that, hashing: median, measured by itself."""
     policy_s: float
@@ -82,6 +86,8 @@ class Case:
     """Of the server's process, mean."""
     share_late: float
     """Of look-ups that were not answered within the budget: such a decision does without."""
+    others: float
+    """Cores that everybody else kept busy meanwhile."""
 
     @property
     def decisions_per_s(self) -> float:
@@ -120,6 +126,25 @@ async def bench_router(options: RouterBenchOptions, on_progress: Callable[[str],
         finally:
             await server.stop()
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """Clocks of this machine, all in seconds."""
+
+    wall_s: float
+    own_s: float
+    busy_s: float
+
+    @classmethod
+    def now(cls) -> _Moment:
+        ticks = busy_ticks(Path("/proc/stat").read_text())
+        return cls(time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK"))
+
+    def others_since(self, server_cpu_s: float) -> float:
+        now = self.now()
+        others_s = now.busy_s - self.busy_s - (now.own_s - self.own_s) - server_cpu_s
+        return max(0.0, others_s) / (now.wall_s - self.wall_s)
 
 
 class _Bench:
@@ -164,10 +189,10 @@ class _Bench:
         wall, cpu, hashing, choosing = [], [], [], []
         running: deque[Generation] = deque()
         num_warm_up = NUM_RUNNING
-        server_began, num_late = 0.0, 0
+        server_began, num_late, began_at = 0.0, 0, _Moment.now()
         for number in range(num_warm_up + self._options.num_decisions):
             if number == num_warm_up:
-                server_began, num_late = self._server_cpu_s(), index.num_late
+                server_began, num_late, began_at = self._server_cpu_s(), index.num_late, _Moment.now()
             request = self._request(number)
             self._workers.hear_some(RATE)
             generation = Generation(dispatcher, request, timeout_s=600.0)
@@ -190,6 +215,7 @@ class _Bench:
                 generation.predict()
                 choosing.append(time.process_time() - began)
         server_cpu_s = self._server_cpu_s() - server_began
+        others = began_at.others_since(server_cpu_s)
         for generation in running:
             generation.close()
         walls, cpus = percentiles(wall), percentiles(cpu)
@@ -201,10 +227,12 @@ class _Bench:
             wall_p50_s=walls.p50,
             wall_p99_s=walls.p99,
             cpu_mean_s=cpus.mean,
-            cpu_p99_s=cpus.p99,
+            cpu_p50_s=cpus.p50,
+            cpu_least_s=min(cpu),
             hash_s=hashes.p50,
             policy_s=choices.p50,
             server_cpu_s=server_cpu_s / self._options.num_decisions,
+            others=others,
             share_late=(index.num_late - num_late) / self._options.num_decisions,
         )
 

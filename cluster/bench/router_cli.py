@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from tandem.cluster.bench.router import Case, RouterReport
 
 HEADINGS = (
-    "workers", "prompt tokens", "decisions/s", "p50 ms", "p99 ms", "CPU ms", "CPU p99", "of it hashing", "of it policy",
-    "cores at 99/s", "Redis CPU ms", "late",
+    "workers", "tokens", "per s", "p50", "p99", "CPU", "least", "hash", "policy", "cores", "Redis", "late", "load"
 )  # fmt: skip
+LEGEND = (
+    "Of one decision, in milliseconds: p50 and p99 on the clock; the gateway's CPU time, mean and least, and what "
+    "hashing and the policy take of it; Redis's CPU time. per s: one after another. cores: the gateway's at "
+    "99 requests/s. late: look-ups beyond the budget. load: cores that others kept busy."
+)
 PolicyChoice = Literal["cost", "round-robin", "least-loaded", "prefix"]
 
 
@@ -52,7 +56,7 @@ def router(
             seed=seed,
         )
         report = asyncio.run(bench_router(options, lambda message: console.print(message, style="dim")))
-        print_router_report(report, Console(stderr=json_path == "-", width=180 if json_path == "-" else None))
+        print_router_report(report, Console(stderr=json_path == "-"))
         if json_path == "-":
             sys.stdout.buffer.write(to_json(report))
         elif json_path is not None:
@@ -64,12 +68,13 @@ def router(
 
 def print_router_report(report: RouterReport, console: Console) -> None:
     title = f"{report.options.policy}, {report.index_blocks:,} blocks in the index ({report.index_bytes / 1e6:,.0f} MB)"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for case in report.cases:
         table.add_row(*cells(case))
     console.print(table)
+    console.print(LEGEND, style="dim", highlight=False)
 
 
 def cells(case: Case) -> list[str]:
@@ -78,12 +83,13 @@ def cells(case: Case) -> list[str]:
         f"{case.num_workers:,}",
         f"{case.prompt_tokens:,}",
         f"{case.decisions_per_s:,.0f}",
-        *(f"{1e3 * seconds:.2f}" for seconds in (case.wall_p50_s, case.wall_p99_s, case.cpu_mean_s, case.cpu_p99_s)),
+        *(f"{1e3 * seconds:.2f}" for seconds in (case.wall_p50_s, case.wall_p99_s, case.cpu_mean_s, case.cpu_least_s)),
         f"{1e3 * case.hash_s:.2f}",
         f"{1e3 * case.policy_s:.2f}",
         f"{case.cores_at_rate:.2f}",
         f"{1e3 * case.server_cpu_s:.2f}",
-        f"{case.share_late:.1%}",
+        f"{case.share_late:.0%}",
+        f"{case.others:.1f}",
     ]
 
 

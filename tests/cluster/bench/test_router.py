@@ -31,6 +31,8 @@ async def test_every_case_is_measured(policy: PolicyName) -> None:
         assert case.server_cpu_s > 0  # it was really asked
         assert case.share_late == 0
         assert case.cores_at_rate == pytest.approx(99 * case.cpu_mean_s)
+        assert 0 < case.cpu_least_s <= case.cpu_p50_s
+        assert case.others >= 0
         assert len(cells(case)) == len(HEADINGS)
     assert len(json.loads(to_json(report))["cases"]) == 4
 
