@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tandem.workers.types import Request
+from tandem.workers.types import KVSource, Request, WorkerSpeeds
 
 LENGTHS = [*range(1, 8), 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 80, 96, 97, 111, 112, 127, 128, 129, 150, 192]
 LENGTHS += [200, 255, 256, 257, 300, 333, 400, 450, 500, 513, 640, 700]
@@ -65,4 +66,34 @@ async def test_every_way_gives_the_same(bench: Any, requests: list[Request]) -> 
                     )
                     expected = outcomes if expected is None else expected
                     assert outcomes == expected, name
+    await bench.settled()
+
+
+async def test_every_source_of_kv_gives_the_same(bench: Any, requests: list[Request], tmp_path: Path) -> None:
+    """A pool for a request and a half over host memory for three and a disk for all; then a peer for everything."""
+    sizes = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": 16 << 20}
+    whole = await bench.worker("aggregated", "whole", **sizes)
+    expected = await ask_all(await bench.gateway(whole), None, requests, 16, "cold")
+
+    tiers = {"kv_host_memory_bytes": 1 << 20, "kv_disk_path": tmp_path, "kv_disk_bytes": 16 << 20}
+    small = await bench.worker("aggregated", "small", **sizes | tiers | {"kv_cache_memory_bytes": 80 * 8192})
+    small.role.filler._speeds = lambda: WorkerSpeeds(prefill_token_s=0.05)
+    gateway = await bench.gateway(small)
+    for round_ in ("first", "second", "third"):
+        assert await ask_all(gateway, None, requests, 16, round_) == expected, round_
+    await bench.settled()
+    for tier in ("host", "disk"):
+        assert small.metrics.counters[f'kv_tier_bytes_total{{tier="{tier}",direction="out"}}'] > 0
+
+    reader = await bench.worker("aggregated", "reader", **sizes)
+    reader.role.filler._speeds = small.role.filler._speeds
+    gateway = await bench.gateway(reader)
+    answers = await asyncio.gather(
+        *(
+            gateway.ask(r, source=KVSource(address=whole.address, num_blocks=len(r.prompt_token_ids) // 16))
+            for r in requests
+        )
+    )
+    assert [answer.outcome for answer in answers] == expected
+    assert reader.metrics.counters['kv_fetches_total{outcome="whole"}'] > 20
     await bench.settled()

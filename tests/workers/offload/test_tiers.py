@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_blocks import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, content, key_of
+from offload_blocks import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, content, key_of, tokens_of
 
 from tandem.workers.offload import disk as disk_module
 from tandem.workers.offload.disk_file import DiskFile
@@ -62,6 +62,18 @@ async def test_a_block_that_is_overwritten_while_a_thread_copies_it(make_stage: 
     go_on.set()
     await stage.rest()
     assert await stage.restore(10, 11) == ["host", "host"]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+async def test_a_restore_saves_what_it_overwrites(make_stage: Any, tier: str) -> None:
+    stage = await make_stage(host=16 if tier == "host" else 0, disk=16)
+    await stage.save(10)
+    (block_id,) = stage.evict(20)
+    wanted = [Wanted(key_of(10), None, tokens_of(10), block_id)]
+    assert [found async for found in stage.tiers.restore(wanted)] == [(tier, 1)]
+    assert (stage.memory.blocks[block_id] == content(10)).all()
+    await stage.rest()
+    assert await stage.restore(20) == [tier]
 
 
 async def test_a_block_that_is_being_read_keeps_its_slot(make_stage: Any) -> None:
