@@ -136,7 +136,6 @@ class ResponseForm:
             "reasoning": {"effort": given["reasoning"] and given["reasoning"]["effort"], "summary": None},
             "safety_identifier": request.safety_identifier,
             "service_tier": "default",
-            "store": request.store is not False,
             "temperature": self._plan.sampling.temperature,
             "text": {"format": text.get("format") or {"type": "text"}},
             "tool_choice": given["tool_choice"] or "auto",

@@ -49,14 +49,8 @@ class Output:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = self._text
-            events.append(
-                {
-                    "type": "response.function_call_arguments.done",
-                    **where,
-                    "arguments": self._text,
-                    "name": item["name"],
-                }
-            )
+            done = {"type": "response.function_call_arguments.done", **where, "arguments": self._text}
+            events.append(done)
         else:
             events += self._close_text(item, where)
         events.append({"type": "response.output_item.done", "output_index": where["output_index"], "item": dict(item)})

@@ -37,7 +37,12 @@ UNSUPPORTED: dict[str, Sequence[Any]] = {
     "prompt_cache_options": (),
 }
 """Fields of the API that are not served, with the values that ask for nothing."""
-RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 """Our words for what a chat calls otherwise."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 import uvicorn
 from tokenizers import Tokenizer as RawTokenizer
@@ -232,3 +233,43 @@ async def doorstep(tokenizer_folder: Path) -> AsyncIterator[Doorstep]:
     async with httpx.AsyncClient(base_url="http://gateway", transport=transport, verify=False) as http:
         yield Doorstep(gateway, http)
     await gateway.stop()
+
+
+@pytest.fixture
+def strictly() -> Callable[..., Any]:
+    """`strictly(Model, data, but=())`: the data as a client library's model, with keys that it does not know refused.
+
+    `but`: keys of ours that are more than the API has.
+    """
+
+    def unknown(value: Any, place: str, but: Sequence[str]) -> Iterator[str]:
+        if isinstance(value, pydantic.BaseModel):
+            yield from (f"{place}.{key}" for key in value.model_extra or () if key not in but)
+            for key in type(value).model_fields:
+                yield from unknown(getattr(value, key), f"{place}.{key}", but)
+        elif isinstance(value, list):
+            for number, each in enumerate(value):
+                yield from unknown(each, f"{place}[{number}]", but)
+
+    def check(model: Any, data: Any, but: Sequence[str] = ()) -> Any:
+        validated = pydantic.TypeAdapter(model).validate_python(data)
+        assert list(unknown(validated, "", but)) == []
+        return validated
+
+    return check
+
+
+@pytest.fixture
+def events_of() -> Callable[[str], list[tuple[str | None, Any]]]:
+    """(name, data) of each event in the text of a stream; data that is not JSON as text."""
+
+    def split(text: str) -> list[tuple[str | None, Any]]:
+        events: list[tuple[str | None, Any]] = []
+        assert text.endswith("\n\n")
+        for block in text.split("\n\n")[:-1]:
+            lines = dict(line.split(": ", 1) for line in block.split("\n"))
+            data = lines["data"]
+            events.append((lines.get("event"), data if data == "[DONE]" else json.loads(data)))
+        return events
+
+    return split
