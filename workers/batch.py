@@ -30,6 +30,14 @@ class SampleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """Say how likely the model finds `targets`: each behind the item's token at the same place and all before it."""
+
+    targets: SequenceOf[int]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchItem:
     """One sequence's part of a step: compute `token_ids`, whose first has position `start`.
 
@@ -41,6 +49,7 @@ class BatchItem:
     start: int
     block_ids: SequenceOf[int]
     sample: SampleSpec | None
+    score: ScoreSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +87,13 @@ class Refusal:
     reason: str
 
 
-StepResult = SampledToken | Refusal | None
-"""What came of one item; None where nothing was to be sampled."""
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What came of an item with a `score`: one entry per target, and the token, if one was to be sampled."""
+
+    logprobs: SequenceOf[TokenLogprobs]
+    token: SampledToken | Refusal | None
+
+
+StepResult = SampledToken | Refusal | Scored | None
+"""What came of one item; None where nothing was to be sampled or scored."""

@@ -230,6 +230,7 @@ class DecodeWorker:
                 cached=sequence.cached if delivered is None else delivered.cached,
                 queue_s=queued_s,
                 handover_s=handover_s,
+                prompt_logprobs=tuple(sequence.prompt_logprobs),
             )
         )
 
@@ -315,7 +316,7 @@ class DecodeWorker:
             else:
                 if sequence is active.sequences[0]:
                     active.delivered = delivered
-                output = self.engine.handover_finished(sequence, delivered.first_token)
+                output = self.engine.handover_finished(sequence, delivered.first_token, delivered.prompt_logprobs)
                 if output is not None:
                     self.on_outputs([output])
                 return

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.workers.batch import Batch, BatchItem, Refusal, SampledToken, SampleSpec, StepResult
+from tandem.workers.batch import Batch, BatchItem, Refusal, SampledToken, SampleSpec, Scored, ScoreSpec, StepResult
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
@@ -28,7 +28,15 @@ from tandem.workers.grammar import GrammarCache
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
 from tandem.workers.sequence import Sequence, Status
-from tandem.workers.types import BlockCounts, FillSource, FinishReason, ModelIdentity, Request, SamplingParams
+from tandem.workers.types import (
+    BlockCounts,
+    FillSource,
+    FinishReason,
+    ModelIdentity,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tandem.workers.validation import validate_request
 
 logger = logging.getLogger(__name__)
@@ -177,6 +185,7 @@ class Engine:
         ]
         leader, *leader.siblings = sequences
         leader.status = Status.WAITING
+        leader.scores_prompt = _scores_prompt(request)
         self._requests[request.request_id] = {sequence.choice: sequence for sequence in sequences}
         self.scheduler.add(leader)
         self.wake()
@@ -234,13 +243,17 @@ class Engine:
             self.scheduler.blocks_arrived(sequence, num_tokens, source)
             self.wake()
 
-    def handover_finished(self, sequence: Sequence, first_token: SampledToken) -> StepOutput | None:
+    def handover_finished(
+        self, sequence: Sequence, first_token: SampledToken, prompt_logprobs: SequenceOf[TokenLogprobs] = ()
+    ) -> StepOutput | None:
         """All tokens of an INCOMING sequence have KV, and this is the token that follows. It counts as sampled here
-        (stop checks, output); the sequence joins the next step. None: it was cancelled meanwhile."""
+        (stop checks, output); the sequence joins the next step. `prompt_logprobs`: complete, if it `scores_prompt`.
+        None: it was cancelled meanwhile."""
         if self.release_incoming(sequence):
             return None
         assert sequence.status is Status.INCOMING, sequence.status
         sequence.joined_at = time.monotonic()
+        sequence.prompt_logprobs[:] = prompt_logprobs
         self.scheduler.arrived(sequence, len(sequence.token_ids))
         self.wake()
         return self._output(sequence, first_token)
@@ -329,6 +342,9 @@ class Engine:
                 continue
             self.scheduler.advance(sequence, chunk.num_tokens)
             result = results[index]
+            if isinstance(result, Scored):
+                sequence.prompt_logprobs += result.logprobs
+                result = result.token
             if isinstance(result, Refusal):
                 outputs.append(StepOutput(sequence, sequence.num_computed, error=result.reason, is_retryable=False))
                 self._finish(sequence)
@@ -489,4 +505,23 @@ def _item(chunk: Chunk) -> BatchItem:
             *(sequence.params, sequence.choice, end, sequence.token_ids, sequence.num_prompt_tokens),
             sequence.constraint,
         )
-    return BatchItem(sequence.token_ids[sequence.num_computed : end], sequence.num_computed, sequence.block_ids, sample)
+    return BatchItem(
+        *(sequence.token_ids[sequence.num_computed : end], sequence.num_computed, sequence.block_ids, sample),
+        _score(sequence, end),
+    )
+
+
+def _score(sequence: Sequence, end: int) -> ScoreSpec | None:
+    """Of the prompt's tokens that follow those computed now."""
+    num_top = sequence.params.num_prompt_logprobs
+    if num_top is None or not sequence.needs_scores:
+        return None
+    assert len(sequence.prompt_logprobs) == sequence.num_computed, "tokens that nobody scored"
+    last = min(end + 1, sequence.num_prompt_tokens)
+    return ScoreSpec(sequence.token_ids[sequence.num_computed + 1 : last], num_top)
+
+
+def _scores_prompt(request: Request) -> bool:
+    """A request that is continued was told of its prompt before."""
+    is_new = not any(choice.emitted_token_ids for choice in request.choices)
+    return request.sampling.num_prompt_logprobs is not None and is_new

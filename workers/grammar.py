@@ -24,8 +24,8 @@ from llguidance._lib import LLParserLimits
 from tandem.workers.errors import RequestError
 
 INITIAL_FUEL = 150_000
-"""Work for the first step, at most 100 ms of it, and for the size of what later masks are computed from: 20 ms each. With
-the default, a million, a regular expression of twenty characters takes 3 s, and 0.5 s for each mask."""
+"""Work for the first step, at most 100 ms of it, and for the size of what later masks are computed from: 20 ms each.
+With the default, a million, a regular expression of twenty characters takes 3 s, and 0.5 s for each mask."""
 STEP_FUEL = 1_000_000
 """Work for each further one. The default, a fifth, ends answers whose masks take 7 ms."""
 MAX_LEXER_STATES = 50_000
@@ -108,7 +108,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> Grammar:
 
 
 def _try_some_token(matcher: LLMatcher, words: Words) -> str:
-    """What is wrong after one of the tokens that may come first: there some work is done that the first mask was not."""
+    """What is wrong after one of the tokens that may come first: what they lead to is only now looked at."""
     (token_ids,) = np.nonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
     if len(token_ids):
         matcher.consume_token(int(token_ids[len(token_ids) // 2]))

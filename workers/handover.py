@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from tandem.workers.attempt import Attempt, Reader, TicketReader
 from tandem.workers.batch import SampledToken
 from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
 from tandem.workers.peers import Inbox, Peer, Peers
 from tandem.workers.protocol import Prefill
 from tandem.workers.sequence import Sequence
-from tandem.workers.types import CachedTokens, KVSource, KVTicket, WorkerAddress
+from tandem.workers.types import CachedTokens, KVSource, KVTicket, SamplingParams, TokenLogprobs, WorkerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Delivered:
     cached: CachedTokens
     prefill_ended_at: float
     """`time.monotonic()` when the last part of the ticket arrived here: the clocks of two hosts cannot be compared."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Handover(Attempt):
@@ -77,7 +80,16 @@ class Handover(Attempt):
         await self._confirm(peer, inbox, ticket_reader.blocks.values())
         assert ticket_reader.last is not None
         first_token = _checked_first_token(ticket_reader.last)
-        return Delivered(peer.address.worker_id, first_token, ticket_reader.last.cached, prefill_ended_at)
+        prompt_logprobs = ticket_reader.last.prompt_logprobs
+        if self._sequence.scores_prompt and len(prompt_logprobs) != self._sequence.num_prompt_tokens - 1:
+            raise TransferError("the last part of the ticket must carry the prompt's logprobs", reason="refused")
+        return Delivered(
+            *(peer.address.worker_id, first_token, ticket_reader.last.cached, prefill_ended_at), prompt_logprobs
+        )
+
+    def _sampling(self) -> SamplingParams:
+        params = self._sequence.params
+        return params if self._sequence.scores_prompt else msgspec.structs.replace(params, num_prompt_logprobs=None)
 
     def _question(self) -> Prefill:
         sequence = self._sequence
@@ -85,7 +97,7 @@ class Handover(Attempt):
             request_id=self._id,
             token_ids=tuple(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
-            sampling=sequence.params,
+            sampling=self._sampling(),
             choice=sequence.choice,
             salt=self._salt,
             retention=sequence.retention,

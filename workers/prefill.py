@@ -169,7 +169,13 @@ class PrefillWorker:
         first_token = _first_token(promise, output) if is_last else None
         if is_last:
             self.metrics.observe("queue_seconds", (sequence.admitted_at or sequence.queued_at) - sequence.queued_at)
-        self.promises.publish(promise, end, digests, is_last=is_last, first_token=first_token, cached=sequence.cached)
+        self.promises.publish(
+            *(promise, end, digests),
+            is_last=is_last,
+            first_token=first_token,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if is_last else (),
+            cached=sequence.cached,
+        )
 
 
 def _first_token(promise: Promise, output: StepOutput) -> TokenChunk:

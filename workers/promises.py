@@ -36,7 +36,7 @@ from tandem.workers.protocol import (
 from tandem.workers.sequence import Sequence
 from tandem.workers.tasks import Tasks
 from tandem.workers.transfer.base import Transfer
-from tandem.workers.types import CachedTokens, KVTicket, TicketBlock, TokenChunk, WorkerAddress
+from tandem.workers.types import CachedTokens, KVTicket, TicketBlock, TokenChunk, TokenLogprobs, WorkerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class Promises:
         *,
         is_last: bool,
         first_token: TokenChunk | None = None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         cached: CachedTokens = NOTHING_CACHED,
     ) -> None:
         """Send the next part of the ticket: the sequence's blocks up to `end`, with their digests, in order."""
@@ -158,6 +159,7 @@ class Promises:
             cached=cached,
             last=is_last,
             first_token=first_token,
+            prompt_logprobs=prompt_logprobs,
         )
         promise.num_parts += 1
         promise.connection.post(TicketPart(ticket=ticket))

@@ -42,6 +42,7 @@ from tandem.workers.types import (
     Retention,
     SamplingParams,
     TokenChunk,
+    TokenLogprobs,
     WorkerAddress,
     WorkerSnapshot,
 )
@@ -135,6 +136,8 @@ class Started(Message, frozen=True, kw_only=True):
     queue_s: float
     handover_s: float | None = None
     """From the end of prefill to the sequence joining the batch; None when it was prefilled locally."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """If they were asked for: of each token of the prompt but the first."""
 
 
 class Tokens(Message, frozen=True, kw_only=True):

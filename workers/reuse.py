@@ -44,6 +44,8 @@ class BlockNames:
 
     def find(self, sequence: Sequence) -> Reuse:
         """The most that can be reused now. Changes nothing but the sequence's keys."""
+        if sequence.needs_scores:
+            return Reuse([])
         cached = self._find_cached(sequence)
         forked = self._find_leader(sequence)
         return cached if forked is None or self._num_tokens(cached) > self._num_tokens(forked) else forked

@@ -270,9 +270,12 @@ class Scheduler:
             if not self._fits(sequence, reuse):
                 return False
         self._take(sequence, reuse)
+        if sequence.needs_scores:
+            sequence.prompt_logprobs.clear()  # of a reading that was broken off
+            sequence.num_source_blocks = 0
         found = sequence.num_pool_blocks = sequence.num_registered
         keys = sequence.block_keys[found : self.names.num_matchable(sequence)]
-        sequence.num_tier_blocks = self.tiers.num_held(keys)
+        sequence.num_tier_blocks = 0 if sequence.needs_scores else self.tiers.num_held(keys)
         self._join(sequence)
         self._count_cached(sequence)
         return True

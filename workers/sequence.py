@@ -23,7 +23,7 @@ from enum import Enum, auto
 
 from tandem.workers.batch import BlockCopy
 from tandem.workers.constraint import Constraint
-from tandem.workers.types import CachedTokens, Retention, SamplingParams
+from tandem.workers.types import CachedTokens, Retention, SamplingParams, TokenLogprobs
 
 
 class Status(Enum):
@@ -63,6 +63,8 @@ class Sequence:
     retention: Retention = field(default_factory=Retention)
     constraint: Constraint | None = None
     """The biases, bans and grammar of `params`, where there are any."""
+    scores_prompt: bool = False
+    """The logprobs of the prompt's tokens are wanted of it."""
     num_source_blocks: int = 0
     """First blocks of the prompt that a peer is said to hold."""
 
@@ -75,6 +77,8 @@ class Sequence:
     """Blocks behind these that lower tiers of this worker hold."""
     cached: CachedTokens = field(default_factory=CachedTokens)
     """Prompt tokens whose KV this worker did not have to compute for it."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """If it `scores_prompt`: of the prompt's tokens from the second on, as far as they were computed."""
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -110,6 +114,11 @@ class Sequence:
     @property
     def is_prompt_computed(self) -> bool:
         return self.num_computed >= self.num_prompt_tokens
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether it must read its prompt itself, from the beginning."""
+        return self.scores_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def is_finished(self) -> bool:

@@ -111,13 +111,16 @@ def _build_constraints(specs: Sequence[SampleSpec], masks: Sequence[Mask]) -> Co
         if spec.constraint is not None:
             bias_token_ids[row, : num_biases[row]] = spec.constraint.bias_token_ids
             biases[row, : num_biases[row]] = spec.constraint.biases
+    if not words:  # as wide as if there were some: a backend checks shapes, not rows
+        vocab_size = next(spec.constraint.vocab_size for spec in specs if spec.constraint is not None)
+        words = [np.zeros(-(-vocab_size // 32), np.int32)]
     places = iter(range(len(words)))
     return Constraints(
         bias_token_ids=torch.from_numpy(bias_token_ids),
         biases=torch.from_numpy(biases),
         bias_lens=torch.tensor(num_biases),
         mask_rows=torch.tensor([-1 if mask is None else next(places) for mask in held]),
-        masks=torch.from_numpy(np.stack(words) if words else np.zeros((1, 1), np.int32)),
+        masks=torch.from_numpy(np.stack(words)),
     )
 
 
@@ -154,7 +157,7 @@ def collect(batch: Batch, sampled: Sampled, masks: Sequence[Mask] | None = None)
 
 def _collect(batch: Batch, sampled: Sampled) -> list[StepResult]:
     token_ids = iter(sampled.token_ids.tolist())
-    logprobs = iter(_logprob_rows(sampled))
+    logprobs = iter(records_of(sampled))
     results: list[StepResult] = []
     for item in batch.items:
         if item.sample is None:
@@ -165,7 +168,8 @@ def _collect(batch: Batch, sampled: Sampled) -> list[StepResult]:
     return results
 
 
-def _logprob_rows(sampled: Sampled) -> list[TokenLogprobs]:
+def records_of(sampled: Sampled) -> list[TokenLogprobs]:
+    """The logprobs as records, one per row that has some."""
     if sampled.logprobs is None or sampled.top_token_ids is None or sampled.top_logprobs is None:
         return []
     columns = (sampled.logprobs.tolist(), sampled.top_token_ids.tolist(), sampled.top_logprobs.tolist())

@@ -38,6 +38,8 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     num_logprobs: int | None = None
     """None: no logprobs. 0: that of the chosen token. k: also the k most likely ones."""
+    num_prompt_logprobs: int | None = None
+    """As `num_logprobs`, for each token of the prompt but the first. The prompt is then read anew, cached or not."""
     stop_token_ids: tuple[int, ...] = ()
     """Ends the choice with finish_reason "stop"; the token itself is part of the output. The gateway puts the model's
     end-of-sequence ids here unless the client asked to ignore them."""
@@ -239,3 +241,5 @@ class KVTicket(Record, frozen=True, kw_only=True):
     """Whose KV the prefill worker did not have to compute."""
     last: bool = False
     first_token: TokenChunk | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """In the last part, if they were asked for: of each token of the prompt but the first."""

@@ -9,6 +9,9 @@ from typing import Any
 from tandem.workers.errors import RequestError
 from tandem.workers.types import Choice, Request, Retention, SamplingParams
 
+MAX_PROMPT_LOGPROBS = 1_000_000
+"""Of one prompt, alternatives included. They travel in one frame, at 14 bytes each."""
+
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", lambda value: value >= 1, "must be at least 1"),
     ("temperature", lambda value: 0 <= value < math.inf, "must be finite and not negative"),
@@ -19,6 +22,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("frequency_penalty", math.isfinite, "must be finite"),
     ("repetition_penalty", lambda value: 0 < value < math.inf, "must be finite and above 0"),
     ("num_logprobs", lambda value: value is None or value >= 0, "must not be negative"),
+    ("num_prompt_logprobs", lambda value: value is None or value >= 0, "must not be negative"),
 )
 """Field, test, rule. A NaN fails every comparison."""
 
@@ -43,6 +47,11 @@ def validate_request(request: Request, *, max_model_len: int, capacity: int, voc
         raise RequestError("the prompt has no tokens", param="prompt")
     if num_prompt + max_tokens > max_model_len:
         raise _too_long(f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens})", max_model_len, "the model")
+    num_top = request.sampling.num_prompt_logprobs
+    if num_top is not None and num_prompt * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"a prompt of {num_prompt} tokens is too long for {num_top} logprobs of each", param="prompt_logprobs"
+        )
     for choice in request.choices:
         _validate_choice(choice, max_tokens)
         # The last token's KV is never needed, and a prefill worker (`hold`) adds no more than one token.
