@@ -31,7 +31,7 @@ class Constraint:
         self.bias_token_ids = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
         self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
         self.grammar = grammar
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._min_tokens = params.min_tokens
         self._stop_token_ids = np.array(params.stop_token_ids, np.int64)
         self._allowed = _allowed_words(params, vocab_size)
@@ -63,8 +63,8 @@ class Constraint:
 
     def _from_grammar(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> Words:
         if self.grammar is None:
-            return _all_words(self._vocab_size)
-        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+            return _all_words(self.vocab_size)
+        words = np.zeros(-(-self.vocab_size // 32), np.int32)
         self.grammar.follow(token_ids, num_prompt_tokens)
         if not self.grammar.error:
             self.grammar.fill(words)

@@ -137,3 +137,19 @@ def test_a_decode_step_is_eight_kernels_per_layer_and_six_around_them(make_layou
     step()  # allocates what steps share
     _, num_ops = count_ops(step, launch)
     assert num_ops == 8 * 28 + 6
+
+
+def test_a_rehearsal_runs_every_form_of_sampling(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(replace(CONFIG, num_layers=1), 4, BLOCK_SIZE, torch.float16, "cpu")
+    sizes = {"max_num_seqs": 1, "max_model_len": 32, "max_num_batched_tokens": 2}
+    runner = ModelRunner(replace(CONFIG, num_layers=1), random_weights(torch.float16, 1), cache, ops=ops, **sizes)
+    forms: set[tuple[bool, bool]] = set()
+    sample = ops.sample
+
+    def watched(logits: Tensor, inputs: SamplingInputs) -> Sampled:
+        forms.add((inputs.penalties is not None, inputs.constraints is not None))
+        return sample(logits, inputs)
+
+    monkeypatch.setattr(ops, "sample", watched)
+    runner.rehearse()
+    assert len(forms) == 4
