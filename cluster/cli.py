@@ -132,7 +132,7 @@ def serve(
     redis_url: Annotated[
         str | None,
         typer.Option(
-            help="Redis for the prefix index (redis://, rediss://, unix://).",
+            help="Redis for the prefix index (redis://, rediss://, unix://, redis+sentinel://).",
             show_default="an embedded server",
             rich_help_panel=NETWORK,
         ),

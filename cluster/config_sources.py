@@ -7,6 +7,7 @@ explain(config, settings)        ->  one line per field for `tandem config --pri
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -71,9 +72,9 @@ def shown(field: str, value: Any) -> str:
 
 
 def without_password(url: str) -> str:
-    parts = urlsplit(url)
+    parts = urlsplit(re.sub(r"(password=)[^&]*", r"\1***", url))
     if "@" not in parts.netloc:
-        return url
+        return urlunsplit(parts)
     user, _, _ = parts.netloc.rpartition("@")[0].partition(":")
     return urlunsplit(parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}"))
 

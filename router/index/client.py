@@ -17,7 +17,7 @@ from typing import Any, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import Redis
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.exceptions import NoScriptError, RedisError
 
 from tandem.router.index.scripts import Script, index_prefix
@@ -29,7 +29,7 @@ SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 COMMANDS = (
     *("ping", "select", "evalsha", "eval"),
     *("get", "mget", "set", "del", "incrby", "exists", "expire", "pttl"),
-    *("hget", "hset", "hdel", "hstrlen", "hgetall"),
+    *("hget", "hset", "hdel", "hgetall"),
     *("xadd", "xread"),
 )
 """All that the index uses, inside scripts too."""
@@ -77,6 +77,14 @@ def open_redis(url: str) -> Redis:
         sentinels, sentinel_kwargs=_settings() | sentinel_settings, **(_settings() | settings)
     )
     return cast(Redis, sentinel.master_for(service))
+
+
+async def close_redis(redis: Redis) -> None:
+    """The client, and the connections to sentinels that it has made."""
+    await redis.aclose()
+    if isinstance(redis.connection_pool, SentinelConnectionPool):
+        for sentinel in cast(Any, redis.connection_pool).sentinel_manager.sentinels:
+            await sentinel.aclose()
 
 
 def _settings() -> dict[str, Any]:

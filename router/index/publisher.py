@@ -28,7 +28,7 @@ from typing import Any, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tandem.router.index.client import FAILURES, Breaker, open_redis, run_script
+from tandem.router.index.client import FAILURES, Breaker, close_redis, open_redis, run_script
 from tandem.router.index.scripts import (
     AUDIT,
     NAME_BYTES,
@@ -88,6 +88,7 @@ class IndexPublisher:
         """The next bucket to be walked for blocks that we do not hold."""
         self._audited: Iterator[bytes] = iter(())
         self._last_restated = float("-inf")
+        self._is_new = True
         self._sequence = secrets.randbits(40)
         self._known_sequences = {b""}
         """What the lease may say if nobody but us has written it."""
@@ -136,7 +137,7 @@ class IndexPublisher:
             await cast(Any, self._redis).delete(self._lease_name)
         except FAILURES as error:
             logger.info("the prefix index was not told of the end: %s", error)
-        await self._redis.aclose()
+        await close_redis(self._redis)
 
     @property
     def _lease_name(self) -> bytes:
@@ -218,7 +219,7 @@ class IndexPublisher:
         self._sequence += 1
         sequence = b"%d" % self._sequence
         self._known_sequences.add(sequence)
-        before = await run_script(
+        answer = await run_script(
             self._redis,
             PUBLISH,
             self._prefix,
@@ -231,6 +232,13 @@ class IndexPublisher:
             stored,
             removed,
         )
+        if not isinstance(answer, list) or len(answer) != 2:
+            raise RedisError("the publishing script gave an answer of another shape")
+        before, had_era = answer
+        if self._is_new and had_era:
+            # an earlier cluster may have had a worker of our name and epoch
+            self._walk_at = 0
+        self._is_new = False
         is_as_left = before in self._known_sequences
         self._known_sequences = {sequence}
         if not is_as_left:
@@ -241,7 +249,7 @@ class IndexPublisher:
 
     async def _beat(self) -> None:
         await self._publish(b"", b"", b"")
-        if self.is_settled:
+        if not self._changed and self._restating is None:
             await self._audit()
         await self._sweep()
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from redis.exceptions import RedisError
 
-from tandem.router.index.client import FAILURES, Breaker, open_redis, run_script
+from tandem.router.index.client import FAILURES, Breaker, close_redis, open_redis, run_script
 from tandem.router.index.exchange import EXCHANGE_S, RouteExchange
 from tandem.router.index.routes import RecentRoutes, noted_positions
 from tandem.router.index.scripts import LOOK_UP, Holder, index_prefix, owner_tag
@@ -84,8 +84,9 @@ class IndexReader:
         self._routes = RecentRoutes()
         self._exchange = RouteExchange(self._redis, namespace, self._note)
         self._era = b""
-        self._asked: dict[bytes, None] = {}
-        """Owners of the latest look-up: those whose leases are watched."""
+        self._holders: Sequence[Holder] = ()
+        self._asked: Mapping[bytes, str] = {}
+        """Owners of the latest look-up, with their workers' ids: those whose leases are watched."""
         self._whole: frozenset[bytes] = frozenset()
         """Owners whose word in the index is whole, as of the last watch."""
 
@@ -108,7 +109,7 @@ class IndexReader:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._redis.aclose()
+        await close_redis(self._redis)
 
     def note_routed(self, keys: Sequence[bytes], holders: Sequence[Holder]) -> None:
         """These workers are about to hold the blocks, in order from the first. Cheap: at most some 250 are noted."""
@@ -124,17 +125,29 @@ class IndexReader:
         left out. Answers within the budget; never raises."""
         if not keys or not holders:
             return {}
-        worker_ids = {owner_tag(holder): holder[0] for holder in holders}
-        self._asked = dict.fromkeys(worker_ids)
+        worker_ids = self._worker_ids(holders)
         answer = await self._ask(keys, worker_ids) if self._breaker.can_try else None
         lengths = {} if answer is None else dict(answer.lengths)
         is_sound = answer is not None and not answer.is_damaged and answer.era == self._era
         now = time.monotonic()
-        oldest = {tag: now - (BRIDGE_S if is_sound and tag in self._whole else MEMORY_S) for tag in worker_ids}
-        for tag, length in self._routes.longest_prefix(keys, oldest).items():
+        routed = self._routes.longest_prefix(
+            keys,
+            worker_ids,
+            since=now - MEMORY_S,
+            known=self._whole if is_sound else frozenset(),
+            known_since=now - BRIDGE_S,
+        )
+        for tag, length in routed.items():
             worker_id = worker_ids[tag]
             lengths[worker_id] = max(length, lengths.get(worker_id, 0))
         return lengths
+
+    def _worker_ids(self, holders: Sequence[Holder]) -> Mapping[bytes, str]:
+        """By owner's tag. Made once for a list that stays the same object."""
+        if holders is not self._holders:
+            self._holders = holders
+            self._asked = {owner_tag(holder): holder[0] for holder in holders}
+        return self._asked
 
     # Asking
 

@@ -6,7 +6,7 @@ index is not there. Bounded, least recently used first; knows nothing of evictio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 
 EXACT_BLOCKS = 64
@@ -54,16 +54,25 @@ class RecentRoutes:
             oldest = next(iter(self._by_key))
             self._num_notes -= len(self._by_key.pop(oldest))
 
-    def longest_prefix(self, keys: Sequence[bytes], oldest: dict[bytes, float]) -> dict[bytes, int]:
-        """How many blocks from the start each owner was given since its time in `oldest`. 0.2 ms for 3,000 blocks."""
+    def longest_prefix(
+        self,
+        keys: Sequence[bytes],
+        owners: Mapping[bytes, object],
+        *,
+        since: float,
+        known: Set[bytes],
+        known_since: float,
+    ) -> dict[bytes, int]:
+        """How many blocks from the start each of `owners` was given since then, or since `known_since` if it is one of
+        `known`. 0.2 ms for 3,000 blocks."""
         lengths: dict[bytes, int] = {}
         for position in range(len(keys), 0, -1):
             notes = self._by_key.get(keys[position - 1])
             if notes is None:
                 continue
             for owner, when in notes.items():
-                if owner not in lengths and when >= oldest.get(owner, float("inf")):
+                if owner in owners and owner not in lengths and when >= (known_since if owner in known else since):
                     lengths[owner] = position
-            if len(lengths) == len(oldest):
+            if len(lengths) == len(owners):
                 break
         return lengths

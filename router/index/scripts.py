@@ -7,9 +7,9 @@
     pfx:{namespace}:routes        stream of what gateways routed lately (exchange.py)
 
 An *owner* is one incarnation of a worker, named by a digest of (worker id, epoch). "Who holds it" is a string of
-records of 5 bytes: the owner's tag, and a mask of the tiers in which it holds the block. A new epoch is another tag, so
-whatever an earlier incarnation said means nothing from the moment that nobody asks for it; the sweep only takes away
-the litter.
+records of 5 bytes, in order: the owner's tag, and a mask of the tiers in which it holds the block. A new epoch is
+another tag, so whatever an earlier incarnation said means nothing from the moment that nobody asks for it; the sweep
+only takes away the litter.
 
 Blocks are named by the first 10 bytes of their keys, which are chained digests: 2^-80 to mistake one for another, and
 then it is one wrong hint. The 65,536 hashes keep Redis's compact form (a "listpack") up to 512 entries each: 33 million
@@ -78,27 +78,30 @@ class Script:
 # KEYS: prefix. ARGV: the prompt's block keys in order, 16 bytes each.
 # -> era, number of unreadable entries, then pairs (position, owners of the block there), positions rising.
 #
-# Workers give blocks up leaves first, so the owners of a prompt's blocks only become fewer along it: two blocks with
-# equally many owners have the same ones, and nothing changes in between. Intervals whose ends differ are halved, level
-# by level, until each change lies between two neighbours, or the probes are used up and the lower end stands for all.
+# Workers give blocks up leaves first, so each holds a beginning of the prompt: whoever holds two blocks of it holds all
+# between them, and where two blocks have the same owners nothing changes in between. Intervals whose ends differ are
+# halved, level by level, until each change lies between two neighbours, or the probes are used up and the lower end
+# stands for all. Litter of dead owners costs probes, never a wrong answer about the living.
 LOOK_UP = Script("""
 local prefix, keys = KEYS[1], ARGV[1]
 local num_blocks, num_probes, num_unreadable = #keys / 16, 0, 0
 local era = redis.pcall('GET', prefix .. 'era')
 if type(era) ~= 'string' then era = '' end
-local size = {}
+local owners_of = {}
 local function probe(position)
   local start = 16 * position - 15
-  local length = redis.pcall('HSTRLEN', prefix .. 'b:' .. keys:sub(start, start + 1), keys:sub(start + 2, start + 9))
+  local owners = redis.pcall('HGET', prefix .. 'b:' .. keys:sub(start, start + 1), keys:sub(start + 2, start + 9))
   num_probes = num_probes + 1
-  if type(length) == 'table' or length % RECORD_BYTES ~= 0 then
+  if not owners then
+    owners = ''
+  elseif type(owners) == 'table' or #owners % RECORD_BYTES ~= 0 then
     num_unreadable = num_unreadable + 1
-    length = 0
+    owners = ''
   end
-  size[position] = length
-  return length
+  owners_of[position] = owners
+  return owners
 end
-if num_blocks == 0 or probe(1) == 0 then return {era, num_unreadable} end
+if num_blocks == 0 or probe(1) == '' then return {era, num_unreadable} end
 local edges, open = {}, {}
 if num_blocks > 1 then
   probe(num_blocks)
@@ -108,7 +111,7 @@ while #open > 0 do
   local narrower = {}
   for pair = 1, #open, 2 do
     local low, high = open[pair], open[pair + 1]
-    if size[low] ~= size[high] then
+    if owners_of[low] ~= owners_of[high] then
       if high - low == 1 or num_probes >= MAX_PROBES then
         edges[#edges + 1] = low
       else
@@ -121,16 +124,15 @@ while #open > 0 do
   end
   open = narrower
 end
-if size[num_blocks] > 0 then edges[#edges + 1] = num_blocks end
+edges[#edges + 1] = num_blocks
 table.sort(edges)
 local num_bytes = 0
-for _, position in ipairs(edges) do num_bytes = num_bytes + size[position] end
+for _, position in ipairs(edges) do num_bytes = num_bytes + #owners_of[position] end
 local stride = math.max(1, math.ceil(num_bytes / MAX_OWNER_BYTES))
 local answer = {era, num_unreadable}
 for edge = (#edges - 1) % stride + 1, #edges, stride do
-  local start = 16 * edges[edge] - 15
-  local owners = redis.pcall('HGET', prefix .. 'b:' .. keys:sub(start, start + 1), keys:sub(start + 2, start + 9))
-  if type(owners) == 'string' then
+  local owners = owners_of[edges[edge]]
+  if owners ~= '' then
     answer[#answer + 1] = edges[edge]
     answer[#answer + 1] = owners
   end
@@ -140,7 +142,7 @@ return answer
 
 # KEYS: prefix. ARGV: tag, sequence number, 1 if all that the owner holds was stated, seconds of the lease, an era to
 # begin if there is none, masks of stored blocks (1 byte each), their names (10 bytes each), names of removed blocks.
-# -> the sequence number that the lease had before.
+# -> the sequence number that the lease had before, 1 if there was an era.
 #
 # Removals first: they go through even when Redis takes nothing new for want of memory.
 PUBLISH = Script("""
@@ -154,19 +156,25 @@ local function owners_of(bucket, field)
   if not owners or #owners % RECORD_BYTES ~= 0 then return '' end
   return owners
 end
+local function number_of(owners, start)
+  local a, b, c, d = owners:byte(start, start + 3)
+  return ((a * 256 + b) * 256 + c) * 256 + d
+end
+local own = number_of(tag, 1)
 local function place_of(owners)
-  local start = 1
-  while true do
-    local at = owners:find(tag, start, true)
-    if not at or at % RECORD_BYTES == 1 then return at end
-    start = at + 1
+  local low, high = 0, #owners / RECORD_BYTES
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if number_of(owners, RECORD_BYTES * middle + 1) < own then low = middle + 1 else high = middle end
   end
+  local start = RECORD_BYTES * low + 1
+  return start, owners:sub(start, start + TAG_BYTES - 1) == tag
 end
 for start = 1, #removed, 10 do
   local bucket, field = prefix .. 'b:' .. removed:sub(start, start + 1), removed:sub(start + 2, start + 9)
   local owners = owners_of(bucket, field)
-  local at = place_of(owners)
-  if at then
+  local at, is_there = place_of(owners)
+  if is_there then
     owners = owners:sub(1, at - 1) .. owners:sub(at + RECORD_BYTES)
     if owners == '' then redis.call('HDEL', bucket, field) else redis.call('HSET', bucket, field, owners) end
   end
@@ -175,22 +183,21 @@ local before = redis.pcall('GET', prefix .. 'w:' .. tag)
 if type(before) ~= 'string' then before = '' end
 local is_whole = before ~= '' and ARGV[3] or '0'
 redis.call('SET', prefix .. 'w:' .. tag, ARGV[2] .. ':' .. is_whole, 'EX', ARGV[4])
-if type(redis.pcall('GET', prefix .. 'era')) ~= 'string' then redis.call('SET', prefix .. 'era', ARGV[5]) end
+local had_era = type(redis.pcall('GET', prefix .. 'era')) == 'string'
+if not had_era then redis.call('SET', prefix .. 'era', ARGV[5]) end
 redis.call('EXPIRE', prefix .. 'era', ERA_TTL_S)
 for number = 1, #masks do
   local start, mask = 10 * number - 9, masks:sub(number, number)
   local bucket, field = prefix .. 'b:' .. stored:sub(start, start + 1), stored:sub(start + 2, start + 9)
   local owners = owners_of(bucket, field)
-  local at = place_of(owners)
-  if not at then
-    local is_new = owners == '' and redis.call('EXISTS', bucket) == 0
-    redis.call('HSET', bucket, field, owners .. tag .. mask)
-    if is_new then redis.call('EXPIRE', bucket, BUCKET_TTL_S) end
-  elseif owners:sub(at + TAG_BYTES, at + TAG_BYTES) ~= mask then
-    redis.call('HSET', bucket, field, owners:sub(1, at + TAG_BYTES - 1) .. mask .. owners:sub(at + RECORD_BYTES))
-  end
+  local at, is_there = place_of(owners)
+  local is_new = owners == '' and redis.call('EXISTS', bucket) == 0
+  local behind = is_there and at + RECORD_BYTES or at
+  local now = owners:sub(1, at - 1) .. tag .. mask .. owners:sub(behind)
+  if now ~= owners then redis.call('HSET', bucket, field, now) end
+  if is_new then redis.call('EXPIRE', bucket, BUCKET_TTL_S) end
 end
-return before:match('^[^:]*')
+return {before:match('^[^:]*'), had_era and 1 or 0}
 """)
 
 # KEYS: prefix. ARGV: tag, names of blocks (10 bytes each). -> the numbers, from 0, of those that the owner is not said

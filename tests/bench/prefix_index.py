@@ -59,10 +59,8 @@ HOLDS = {
     "set": "local function holds(k, m) return redis.call('SISMEMBER', k, m) == 1 end",
     "zset": "local function holds(k, m) return redis.call('ZSCORE', k, m) end",
 }
-LOOK_UP_STRING = (
-    LOOK_UP.source.replace("'HSTRLEN'", "'STRLEN'")
-    .replace("'HGET'", "'GET'")
-    .replace("keys:sub(start, start + 1), keys:sub(start + 2, start + 9)", "keys:sub(start, start + 9)")
+LOOK_UP_STRING = LOOK_UP.source.replace("'HGET'", "'GET'").replace(
+    "keys:sub(start, start + 1), keys:sub(start + 2, start + 9)", "keys:sub(start, start + 9)"
 )
 
 

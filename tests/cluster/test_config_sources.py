@@ -128,6 +128,10 @@ def test_secrets_are_never_shown() -> None:
     )
     assert "secret" not in shown
     assert "redis://u:***@h:1/0" in shown
+    url = "redis+sentinel://u:secret@h:1,i:2/main?sentinel_password=secret&sentinel_username=s"
+    shown = str(load(TANDEM_REDIS_URL=url))
+    assert "secret" not in shown
+    assert "redis+sentinel://u:***@h:1,i:2/main?sentinel_password=***&sentinel_username=s" in shown
 
 
 def test_a_model_must_come_from_somewhere() -> None:

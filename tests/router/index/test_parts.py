@@ -59,13 +59,15 @@ def test_recent_routes_against_a_list_of_all_of_them() -> None:
         routes.note(keys, [owner], float(now))
         told.append((keys, owner, float(now)))
         asked = rng.choice(told)[0][:30] + keys_of(5000 + now, 3)
-        oldest = {bytes([number]) * 4: now - rng.choice([10.0, 50.0]) for number in range(4)}
+        owners = {bytes([number]) * 4: None for number in range(4)}
+        known = set(rng.sample(sorted(owners), 2))
         expected: dict[bytes, int] = {}
         for keys, owner, when in told:
             shared = sum(1 for _ in iter_common(keys, asked))
-            if shared and owner in oldest and when >= oldest[owner]:
+            if shared and owner in owners and when >= now - (10 if owner in known else 50):
                 expected[owner] = max(shared, expected.get(owner, 0))
-        assert routes.longest_prefix(asked, oldest) == expected
+        found = routes.longest_prefix(asked, owners, since=now - 50, known=known, known_since=now - 10)
+        assert found == expected
 
 
 def iter_common(one: list[bytes], other: list[bytes]) -> Any:
@@ -81,10 +83,12 @@ def test_recent_routes_are_bounded_and_forget_ends_of_old_prompts_first() -> Non
     for number, keys in enumerate(prompts):
         routes.note(keys, [b"wwww"], float(number))
         assert len(routes) <= 100
-    oldest = {b"wwww": 0.0}
-    assert routes.longest_prefix(prompts[4], oldest) == {b"wwww": 30}
-    assert routes.longest_prefix(prompts[1], oldest) == {b"wwww": 10}
-    assert routes.longest_prefix(prompts[0], oldest) == {}
+
+    def length(keys: list[bytes]) -> int | None:
+        found = routes.longest_prefix(keys, {b"wwww": None}, since=0.0, known=set(), known_since=0.0)
+        return found.get(b"wwww")
+
+    assert [length(keys) for keys in prompts] == [None, 10, 30, 30, 30]
 
 
 def test_answers_are_parsed_and_checked() -> None:
