@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     app.command(context_settings=PASS_ON)(config)
     app.command(context_settings=PASS_ON)(gateway)
+    app.command()(doctor)
 
 
 def config(
@@ -69,6 +70,39 @@ def gateway(
 
     configure_logging(cluster_config.log_format)
     run_gateway(cluster_config, cluster_url)
+
+
+def doctor(
+    port: Annotated[list[int] | None, typer.Option(help="Ports that should be free. Repeat for several.")] = None,
+    redis_url: Annotated[str | None, typer.Option(envvar="TANDEM_REDIS_URL", help="As for serve.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure how fast KV travels here; some seconds.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Check this machine: compiler, CPU, GPU, memory, limits, ports, Redis, KV transports. Says what to do.
+
+    Exit code 1 if something is missing that serving needs.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from tandem.cluster.doctor import Options, checks
+
+    marks = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+    options = Options(redis_url=redis_url, measure_transfer=measure, **({"ports": tuple(port)} if port else {}))
+    console = Console(soft_wrap=True, highlight=False)
+    done = []
+    for check in checks(options):
+        done.append(check)
+        if not json:
+            console.print(f"{marks[check.verdict]}  {check.name:<24} {escape(check.found)}")
+            if check.advice:
+                console.print(f"      {'':<24} -> {escape(check.advice)}")
+    if json:
+        from dataclasses import asdict
+
+        console.print_json(data=[asdict(check) for check in done])
+    if any(check.verdict == "fail" for check in done):
+        raise typer.Exit(1)
 
 
 def serve_settings(arguments: list[str]) -> tuple[Any, Any]:
