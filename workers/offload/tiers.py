@@ -315,8 +315,9 @@ class Tiers:
     # For people, and for tests
 
     def num_blocks(self) -> dict[str, int]:
-        """Blocks held, by tier."""
-        return {"host": len(self._host), "disk": 0 if self._disk is None else len(self._disk)}
+        """Blocks held, by tier; only those that were asked for."""
+        held = {"host": len(self._host)} if self._host.capacity else {}
+        return held if self._disk is None else held | {"disk": len(self._disk)}
 
     @property
     def is_at_rest(self) -> bool:

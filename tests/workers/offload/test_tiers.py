@@ -157,7 +157,7 @@ async def test_against_a_twin(make_stage: Any) -> None:
 async def test_disk_alone_and_found_again_after_a_restart(make_stage: Any) -> None:
     stage = await make_stage(disk=4)
     await stage.save(13, 12, 11, 10)
-    assert stage.tiers.num_blocks() == {"host": 0, "disk": 4}
+    assert stage.tiers.num_blocks() == {"disk": 4}
     await stage.tiers.close()
     stage = await make_stage(disk=4)
     assert await stage.restore(10, 11, 12, 13) == ["disk"] * 4
