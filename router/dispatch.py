@@ -39,6 +39,9 @@ from tandem.workers.types import Choice, KVSource, Request, TokenChunk, WorkerAd
 
 logger = logging.getLogger(__name__)
 
+MAX_NOTED_ANSWERS = 4
+"""Of one request: the next turn goes on from one of them, mostly the first."""
+
 
 class Sink(Protocol):
     """Where a generation's output goes."""
@@ -70,6 +73,14 @@ class Dispatcher:
             return []
         root = root_key(self.config.cluster_key, identity, request.salt)
         return block_keys(self.config.cluster_key, root, request.prompt_token_ids, identity.block_size)
+
+    def more_block_keys(self, keys: Sequence[bytes], request: Request, answer: Sequence[int]) -> list[bytes]:
+        """Names of the full blocks behind `keys`, which are those of the prompt, with this answer behind it."""
+        identity = self.workers.identity()
+        if identity is None:
+            return []
+        rest = [*request.prompt_token_ids[len(keys) * identity.block_size :], *answer]
+        return block_keys(self.config.cluster_key, keys[-1], rest, identity.block_size)
 
     async def view(self, request: Request, keys: Sequence[bytes]) -> RequestView:
         """The request as the policy sees it, prefix overlaps included."""
@@ -135,6 +146,7 @@ class Generation:
             attempt, self._booked = self._booked, None
             reason = await self._attempt(attempt, sink)
             if reason is None:
+                self._note_answers(attempt.route.decode)
                 return
             self._avoid.add(attempt.route.decode)
             if self._num_migrations == config.max_migrations:
@@ -182,6 +194,15 @@ class Generation:
             workers = self._dispatcher.workers
             links = [workers.get(name) for name in (chosen.prefill, chosen.decode) if name is not None]
             self._dispatcher.index.note_routed(self._keys or (), [_holder(link) for link in links if link is not None])
+
+    def _note_answers(self, decode: str) -> None:
+        """The decode worker holds prompt and answer now: the conversation's next turn begins with them."""
+        index, link = self._dispatcher.index, self._dispatcher.workers.get(decode)
+        if index is None or link is None or not self._keys:
+            return
+        for choice in sorted(self._emitted)[:MAX_NOTED_ANSWERS]:
+            more = self._dispatcher.more_block_keys(self._keys, self._request, self._emitted[choice])
+            index.note_routed([*self._keys, *more], [_holder(link)])
 
     async def _attempt(self, attempt: _Attempt, sink: Sink) -> str | None:
         """Let one decode worker serve what is left. None: all done. Otherwise the reason to try another."""

@@ -15,6 +15,7 @@ from tandem.router.index.publisher import IndexPublisher
 from tandem.router.index.reader import IndexReader, parse_answer
 from tandem.router.index.scripts import LOOK_UP, NUM_BUCKETS, PUBLISH, owner_tag
 from tandem.workers.block_key import block_keys, root_key
+from tandem.workers.protocol import Submit
 
 KEYS = [random.Random(number).randbytes(16) for number in range(20)]
 W0 = ("w0", 3)
@@ -384,3 +385,39 @@ async def test_requests_follow_the_index(
         await ask(prompt[start + 1 :])
     assert (await house.admin.get("/cluster")).json()["redis"] == {"up": False}
     assert "tandem_prefix_index_up 0.0" in (await house.admin.get("/metrics")).text
+
+
+async def test_the_memory_sends_prompts_where_the_index_does(
+    open_house: Any, saying: Any, server: Any, publishing: Any, until: Any
+) -> None:
+    """The same conversations, with the index there and without it: as many prompts go to prefill workers."""
+    answer = "Yes, of course. " * 8
+    turns = [
+        [(7 * talk + position) % 300 for position in range(96 * (turn + 1))] for talk in range(4) for turn in range(3)
+    ]
+
+    async def share(url: str, publish: bool) -> list[bool]:
+        house = await open_house(saying(answer), redis_url=url, index_budget_s=0.5, local_prefill_tokens=64)
+        dispatcher = house.gateway._open_house().dispatcher
+        publishers = {
+            name: await publishing(name, 0, namespace="default", max_batch=64, beat_s=60)
+            for name in house.workers
+            if publish
+        }
+        remote = []
+        for prompt in [*turns, *turns]:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 40}
+            response = await house.http.post("/v1/completions", json=body)
+            names = {response.headers[f"x-tandem-{role}-worker"] for role in ("prefill", "decode")}
+            remote.append("prefill-0" in names)
+            (submit,) = [m for m in house.workers["decode-0"].received if isinstance(m, Submit)][-1:]
+            for name in names if publish else ():
+                for key in dispatcher.block_keys(submit.request):
+                    publishers[name].record("stored", key)
+            await until(lambda: all(each.is_settled for each in publishers.values()))
+        return remote
+
+    with_index = await share(server.url, publish=True)
+    without = await share("redis://127.0.0.1:1/0", publish=False)
+    assert with_index == without
+    assert 0 < sum(without) < len(without)
