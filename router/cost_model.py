@@ -218,10 +218,10 @@ def itl_while_reading_s(request: RequestView, decode: WorkerView, reading: Readi
 
 
 def prefill_costs_s(request: RequestView, prefills: Iterable[WorkerView], sources: Sequence[WorkerView]) -> list[float]:
-    """queue(w) + read(w) of each; a fetch is taken to come from the best source at the usual bandwidth."""
+    """queue(w) + read(w) of each; a fetch is taken to come from the best source."""
     num_tokens, block_size, overlap = request.num_prompt_tokens, request.block_size, request.overlap
     most = request.num_held_tokens(sources[0].worker_id) if sources else 0
-    block_s = request.block_bytes / START_BYTES_PER_S
+    measured = sources[0].bytes_per_s if sources else {}
     costs_s: list[float] = []
     for worker in prefills:
         speeds = worker.speeds
@@ -229,7 +229,8 @@ def prefill_costs_s(request: RequestView, prefills: Iterable[WorkerView], source
         held = min(overlap[worker.worker_id] * block_size, num_tokens - 1) if worker.worker_id in overlap else 0
         read_s = (num_tokens - held) * (token_s + half_s * (num_tokens + held))
         if held < most:
-            fetch_s = speeds.handover_s + (most - held) // block_size * block_s
+            num_bytes = (most - held) // block_size * request.block_bytes
+            fetch_s = speeds.handover_s + num_bytes / measured.get(worker.worker_id, START_BYTES_PER_S)
             fetch_s += (num_tokens - most) * (token_s + half_s * (num_tokens + most))
             if fetch_s < read_s:
                 read_s = fetch_s

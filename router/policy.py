@@ -153,13 +153,48 @@ def _by_cost(request: RequestView, workers: Sequence[WorkerView]) -> Route | Non
             paired = [(worker, cost_model.read(request, worker, sources)) for worker in others]
         if paired:
             options.append(_best_pair(request, decode, paired))
-    return min(options, key=_Option.rank).route
+    best = min(options, key=_Option.rank)
+    return _with_a_faster_path(request, best, decodes, prefills, costs_s, sources).route
+
+
+def _with_a_faster_path(
+    request: RequestView,
+    best: _Option,
+    decodes: Sequence[WorkerView],
+    prefills: Sequence[WorkerView],
+    costs_s: Sequence[float],
+    sources: Sequence[WorkerView],
+) -> _Option:
+    """Where the transfer is not hidden behind computing, a prefill worker nearer to this decode worker may be better,
+    though not among the first: look at all of them, for this one."""
+    if best.route.prefill is None or len(prefills) <= NUM_CANDIDATES:
+        return best
+    (decode,) = (worker for worker in decodes if worker.worker_id == best.route.decode)
+    (prefill,) = (worker for worker in prefills if worker.worker_id == best.route.prefill)
+    num_bytes = _num_pulled_bytes(request, decode)
+    transfer_s = num_bytes / cost_model.bytes_per_s(decode, prefill)
+    if transfer_s <= cost_model.read(request, prefill, sources).compute_s:
+        return best
+    pairs_s = [
+        cost_s + num_bytes / decode.bytes_per_s.get(worker.worker_id, cost_model.START_BYTES_PER_S)
+        for worker, cost_s in zip(prefills, costs_s)
+    ]
+    nearer = [
+        (worker, cost_model.read(request, worker, sources))
+        for worker in cost_model.best_of(prefills, pairs_s, NUM_CANDIDATES)
+        if worker.worker_id not in decode.unpaired
+    ]
+    return min(best, _best_pair(request, decode, nearer), key=_Option.rank) if nearer else best
+
+
+def _num_pulled_bytes(request: RequestView, decode: WorkerView) -> int:
+    return -(-request.num_missing_tokens(decode.worker_id) // request.block_size) * request.block_bytes
 
 
 def _best_pair(request: RequestView, decode: WorkerView, prefills: Sequence[tuple[WorkerView, Reading]]) -> _Option:
     """The prefill worker with which this decode worker is first to have the first token."""
 
-    num_bytes = -(-request.num_missing_tokens(decode.worker_id) // request.block_size) * request.block_bytes
+    num_bytes = _num_pulled_bytes(request, decode)
 
     def rank(pair: tuple[WorkerView, Reading]) -> tuple[float, int, str]:
         prefill, reading = pair

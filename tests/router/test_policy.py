@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from tandem.router import cost_model, policy
 from tandem.router.cost_model import EXPECTED_TOKENS
 from tandem.router.policy import (
     POLICIES,
@@ -319,3 +321,47 @@ def test_prefix_ignores_load_until_prefixes_are_equal() -> None:
     busy = [replace(P1, num_waiting_tokens=10_000), replace(D1, num_sequences=99)]
     assert route(replace(LONG, overlap={"p1": 1, "d1": 1}), [P0, D0, *busy], policy="prefix") == Route("p1", "d1")
     assert route(LONG, [P0, D0, *busy], policy="prefix") == Route("p0", "d0")
+
+
+def test_few_candidates_lose_little_against_all_pairs() -> None:
+    """Brute force over every pair, in random houses with fast and slow paths."""
+    rng = random.Random(0)
+    num_equal = 0
+    for _ in range(40):
+        prefills = [
+            WorkerView(
+                f"p{number}",
+                "prefill",
+                num_waiting_tokens=rng.choice([0, rng.randrange(4000)]),
+                speeds=Speeds(prefill_token_s=rng.uniform(3e-4, 5e-4)),
+            )
+            for number in range(24)
+        ]
+        decodes = [
+            WorkerView(
+                f"d{number}",
+                "decode",
+                num_sequences=rng.randrange(20),
+                num_available_blocks=rng.choice([10, 5000]),
+                speeds=Speeds(decode_step_s=rng.uniform(0.01, 0.03)),
+                bytes_per_s={worker.worker_id: rng.choice([5e8, 1e10]) for worker in prefills},
+            )
+            for number in range(24)
+        ]
+        workers = [*prefills, *decodes]
+        holders = rng.sample(workers, rng.choice([0, 3, 24]))
+        request = RequestView(
+            num_prompt_tokens=2000,
+            block_bytes=rng.choice([700_000, 5_000_000]),
+            overlap={worker.worker_id: rng.randrange(1, 60) for worker in holders},
+        )
+        sources = cost_model.find_sources(request, workers)
+        options = [policy._local(request, decode, sources) for decode in decodes]
+        for prefill in prefills:
+            reading = cost_model.read(request, prefill, sources)
+            options += [policy._remote(request, prefill, decode, reading) for decode in decodes]
+        costs = {option.route: option.cost_s for option in options}
+        found = costs[chosen(request, workers)]
+        assert found <= 1.2 * min(costs.values())
+        num_equal += found == min(costs.values())
+    assert num_equal >= 38
