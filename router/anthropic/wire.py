@@ -13,7 +13,7 @@ from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, bad_request, renamed
 from tandem.router.form import Form, Naming
 from tandem.router.openai.chat import ChatCompletionRequest
-from tandem.router.openai.fields import StopString
+from tandem.router.openai.fields import INT64_MAX, StopString
 from tandem.router.openai.messages import CalledFunction, FunctionName, Message, TextPart, ToolCall
 from tandem.router.openai.tool_fields import MAX_TOOLS, FunctionDescription, NamedFunction, NamedTool, Tool
 from tandem.router.openai.wire import WireModel, parse_object, refusal, without_unsupported
@@ -137,7 +137,7 @@ class CountedFields(WireModel):
             "continue_final_message": True if messages[-1].role == "assistant" else None,
             **more,
         }
-        return ChatCompletionRequest(**{name: value for name, value in given.items() if value is not None})
+        return ChatCompletionRequest.of(given)
 
 
 class MessageRequest(CountedFields):
@@ -145,7 +145,7 @@ class MessageRequest(CountedFields):
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # what follows changes no answer, by the API's own words
     metadata: RequestMetadata | None = None

@@ -120,6 +120,15 @@ class ChatCompletionRequest(SharedFields):
             grammar_field=prompt.grammar_field,
         )
 
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> ChatCompletionRequest:
+        """A chat that another API's request comes down to; fields that are None were not given. Raises `ApiError`."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        try:
+            return ChatCompletionRequest(**given)
+        except ValidationError as error:
+            raise refusal(error, given) from error
+
     def form(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> Form:
         return ChatForm(plan, tokenizer, naming)
 

@@ -158,7 +158,7 @@ class AskedResponse:
             "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
             "response_format": None if request.text is None else _format(request.text),
         }
-        return ChatCompletionRequest(**{name: value for name, value in given.items() if value is not None})
+        return ChatCompletionRequest.of(given)
 
 
 def parse(body: bytes, caller: str, store: ResponseStore) -> AskedResponse:

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tandem.router.config import GatewayConfig
 from tandem.router.gateway import Gateway
+from tandem.router.http_protocol import LimitedProtocol
 from tandem.router.scripted_worker import Script, ScriptedWorker, answering
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.types import Request
@@ -89,10 +90,10 @@ class QuietServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
+async def serving(app: Any, protocol: type[asyncio.Protocol] = LimitedProtocol) -> AsyncIterator[str]:
     """The application on a loopback port; yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, http=protocol, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1)
     server = QuietServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -101,6 +102,18 @@ async def serving(app: Any) -> AsyncIterator[str]:
         server.should_exit = True
         await task
         listener.close()
+
+
+@pytest.fixture
+def serving_on() -> Callable[..., contextlib.AbstractAsyncContextManager[int]]:
+    """`async with serving_on(app, protocol) as port`."""
+
+    @contextlib.asynccontextmanager
+    async def serve(app: Any, protocol: type[asyncio.Protocol]) -> AsyncIterator[int]:
+        async with serving(app, protocol) as url:
+            yield int(url.rpartition(":")[2])
+
+    return serve
 
 
 @dataclass
@@ -252,7 +265,7 @@ def strictly() -> Callable[..., Any]:
                 yield from unknown(each, f"{place}[{number}]", but)
 
     def check(model: Any, data: Any, but: Sequence[str] = ()) -> Any:
-        validated = pydantic.TypeAdapter(model).validate_python(data)
+        validated = model.model_validate(data)
         assert list(unknown(validated, "", but)) == []
         return validated
 
