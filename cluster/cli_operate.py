@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command(context_settings=PASS_ON)(config)
     app.command(context_settings=PASS_ON)(gateway)
     app.command()(doctor)
+    app.command()(top)
 
 
 def config(
@@ -103,6 +104,17 @@ def doctor(
         console.print_json(data=[asdict(check) for check in done])
     if any(check.verdict == "fail" for check in done):
         raise typer.Exit(1)
+
+
+def top(
+    url: Annotated[str, typer.Option(help="The admin port of a running cluster.")] = "http://127.0.0.1:8001",
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Stop after so many.", show_default="at Ctrl-C")] = None,
+) -> None:
+    """Watch a running cluster: requests, tokens, latencies, queues and KV blocks, live."""
+    from tandem.cluster.top import run_top
+
+    run_top(url, interval_s=interval, rounds=rounds)
 
 
 def serve_settings(arguments: list[str]) -> tuple[Any, Any]:
