@@ -259,7 +259,7 @@ async def test_a_source_that_is_not_there_is_not_asked_again_at_once(
     ],
 )
 async def test_a_pull_that_goes_wrong(scene: Any, fault: Any, reason: str) -> None:
-    await scene.build(token_s=0.003)
+    await scene.build(token_s=0.003 if reason == "timeout" else 0.05)
     scene.plan.arm(fault)
     assert await scene.run() == CachedTokens()
     assert scene.failures == {f'{FAILURES}{{reason="{reason}"}}': 1}
@@ -304,8 +304,8 @@ async def test_a_lease_that_ended(scene: Any) -> None:
 
 
 async def test_a_lease_is_renewed_while_blocks_are_pulled(scene: Any) -> None:
-    await scene.build(source={"lease_s": 1.0}, heartbeat_s=0.1)
-    scene.plan.arm(Delay(1.6))
+    await scene.build(source={"lease_s": 1.2}, heartbeat_s=0.4)
+    scene.plan.arm(Delay(2.0))
     assert await scene.run() == CachedTokens(peer=NUM_BLOCKS * 16)
 
 
