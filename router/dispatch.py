@@ -19,38 +19,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
-from tandem.router.accounts import Charge, WorkerAccount
 from tandem.router.admission import Gate, Prediction
+from tandem.router.attempt import Attempt, Sink
 from tandem.router.config import GatewayConfig
-from tandem.router.errors import ApiError, internal_error, nobody_left
+from tandem.router.errors import ApiError, nobody_left
 from tandem.router.index.reader import IndexReader
 from tandem.router.index.scripts import Holder
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import RequestView, Route, pick_prefill, route
-from tandem.router.workers import Mailbox, WorkerLink, WorkerLost, WorkerSet
+from tandem.router.policy import RequestView, Route, route
+from tandem.router.workers import WorkerLink, WorkerSet
 from tandem.workers.block_key import block_keys, root_key
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
-from tandem.workers.protocol import Cancel, Failed, FinishChoice, NeedPrefill, Started, Submit, UsePrefill
-from tandem.workers.types import Choice, KVSource, Request, TokenChunk, WorkerAddress
+from tandem.workers.types import Choice, KVSource, Request, TokenChunk
 
 logger = logging.getLogger(__name__)
 
 MAX_NOTED_ANSWERS = 4
 """Of one request: the next turn goes on from one of them, mostly the first."""
-
-
-class Sink(Protocol):
-    """Where a generation's output goes."""
-
-    async def started(self, event: Started) -> None:
-        """Once, or again after each move to another worker."""
-
-    async def tokens(self, chunks: Sequence[TokenChunk]) -> Sequence[int]:
-        """New tokens. Returns the choices of which nothing more is wanted although the worker would go on."""
 
 
 class Dispatcher:
@@ -121,7 +109,7 @@ class Generation:
     """
 
     def __init__(self, dispatcher: Dispatcher, request: Request, timeout_s: float) -> None:
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._request = request
         self._deadline = time.monotonic() + timeout_s
         self._emitted: dict[int, list[int]] = {
@@ -134,10 +122,10 @@ class Generation:
         self._keys: Sequence[bytes] | None = None
         self._view: RequestView | None = None
         self._lookup_s = 0.0
-        self._booked: _Attempt | None = None
+        self._booked: Attempt | None = None
 
     async def run(self, sink: Sink) -> None:
-        config, metrics = self._dispatcher.config, self._dispatcher.metrics
+        config, metrics = self.dispatcher.config, self.dispatcher.metrics
         while self._unfinished:
             if self._booked is None:
                 await self.look_up()
@@ -159,14 +147,14 @@ class Generation:
         """Ask the index who holds how much of the prompt."""
         began = time.perf_counter()
         if self._keys is None:
-            self._keys = self._dispatcher.block_keys(self._request)
-        self._view = await self._dispatcher.view(self._request, self._keys)
+            self._keys = self.dispatcher.block_keys(self._request)
+        self._view = await self.dispatcher.view(self._request, self._keys)
         self._lookup_s = time.perf_counter() - began
 
     def predict(self) -> Route:
         """Where it would go now, and what would come of it. Raises `ApiError` when nobody is there."""
         assert self._view is not None, "look_up comes first"
-        chosen = route(self._view, self._dispatcher.workers.views(), self._avoid, self._dispatcher.config.router_policy)
+        chosen = route(self._view, self.dispatcher.workers.views(), self._avoid, self.dispatcher.config.router_policy)
         if chosen is None:
             raise nobody_left()
         return chosen
@@ -176,11 +164,11 @@ class Generation:
         assert self._view is not None, "look_up comes first"
         began = time.perf_counter()
         chosen = self.predict()
-        metrics = self._dispatcher.metrics
+        metrics = self.dispatcher.metrics
         metrics.router_decision.observe(self._lookup_s + time.perf_counter() - began)
         metrics.predicted_ttft.observe(chosen.ttft_s)
         self._note_routed(chosen)
-        self._booked = _Attempt(self, chosen, self._remaining_request(), self._view)
+        self._booked = Attempt(self, chosen, self._remaining_request(), self._view)
 
     def close(self) -> None:
         """However it ended: nothing is left on any account."""
@@ -190,21 +178,21 @@ class Generation:
 
     def _note_routed(self, chosen: Route) -> None:
         """Both workers are about to hold the prompt; the index says so only later."""
-        if self._dispatcher.index is not None:
-            workers = self._dispatcher.workers
+        if self.dispatcher.index is not None:
+            workers = self.dispatcher.workers
             links = [workers.get(name) for name in (chosen.prefill, chosen.decode) if name is not None]
-            self._dispatcher.index.note_routed(self._keys or (), [_holder(link) for link in links if link is not None])
+            self.dispatcher.index.note_routed(self._keys or (), [_holder(link) for link in links if link is not None])
 
     def _note_answers(self, decode: str) -> None:
         """The decode worker holds prompt and answer now: the conversation's next turn begins with them."""
-        index, link = self._dispatcher.index, self._dispatcher.workers.get(decode)
+        index, link = self.dispatcher.index, self.dispatcher.workers.get(decode)
         if index is None or link is None or not self._keys:
             return
         for choice in sorted(self._emitted)[:MAX_NOTED_ANSWERS]:
-            more = self._dispatcher.more_block_keys(self._keys, self._request, self._emitted[choice])
+            more = self.dispatcher.more_block_keys(self._keys, self._request, self._emitted[choice])
             index.note_routed([*self._keys, *more], [_holder(link)])
 
-    async def _attempt(self, attempt: _Attempt, sink: Sink) -> str | None:
+    async def _attempt(self, attempt: Attempt, sink: Sink) -> str | None:
         """Let one decode worker serve what is left. None: all done. Otherwise the reason to try another."""
         try:
             return await attempt.run(sink)
@@ -256,160 +244,6 @@ class Generation:
     @property
     def is_finished(self) -> bool:
         return not self._unfinished
-
-
-class _Attempt:
-    """One request on one decode worker, and on their accounts from the moment it is made until `end`."""
-
-    def __init__(self, generation: Generation, route: Route, request: Request, view: RequestView) -> None:
-        self.route = route
-        self._generation = generation
-        self._request = request
-        self._view = view
-        self._began = time.perf_counter()
-        self._running = {choice.index for choice in request.choices}
-        """Choices that the worker still generates, as far as we know."""
-        self._reading: tuple[WorkerAccount, Charge] | None = None
-        """Who reads the prompt, and was charged for it."""
-        self._is_as_predicted = generation.is_first_attempt
-        self._is_open = True
-        self._is_sent = False
-        decode = self._dispatcher.workers.get(route.decode)
-        assert decode is not None, "chosen among those that are ready"
-        self._decode = decode
-        decode.account.num_routed += 1
-        self._decode_charge = decode.account.charge(num_sequences=len(self._running))
-        self._mailbox = decode.open(request.request_id)
-        self._charge_reader(route)
-
-    async def run(self, sink: Sink) -> str | None:
-        self._decode.send(
-            Submit(
-                request=self._request,
-                prefill=self._prefill_address(self.route),
-                source=self._dispatcher.source(self.route),
-                timeout_s=self._generation.remaining_s,
-            )
-        )
-        self._is_sent = True
-        return await self._listen(self._mailbox, sink)
-
-    async def _listen(self, mailbox: Mailbox, sink: Sink) -> str | None:
-        while True:
-            chunks: list[TokenChunk] = []
-            reason: str | None = None
-            failure: ApiError | None = None
-            for event in await mailbox.take():
-                match event:
-                    case TokenChunk():
-                        chunks.append(event)
-                    case Started():
-                        self._release_reader()
-                        self._count_start(event)
-                        await sink.started(event)
-                    case NeedPrefill():
-                        self._use_another_prefill(event)
-                    case Failed(retryable=True):
-                        self._running.clear()
-                        reason = "refused"
-                    case Failed():
-                        self._running.clear()
-                        failure = _translated(event)
-                    case WorkerLost():
-                        self._running.clear()
-                        reason = "decode_lost"
-            if chunks:
-                await self._pass_on(chunks, sink)
-            if self._generation.is_finished:
-                return None
-            if failure is not None:
-                raise failure
-            if reason is not None:
-                return reason
-
-    async def _pass_on(self, chunks: list[TokenChunk], sink: Sink) -> None:
-        taken = self._generation.take(chunks)
-        self._running.difference_update(chunk.choice for chunk in taken if chunk.finish_reason is not None)
-        if not taken:
-            return
-        for choice in await sink.tokens(taken):
-            self._generation.finish(choice)
-            if choice in self._running and not self._generation.is_finished:
-                self._running.discard(choice)
-                self._decode.try_send(FinishChoice(request_id=self._request.request_id, choice=choice))
-
-    def _use_another_prefill(self, event: NeedPrefill) -> None:
-        workers = self._dispatcher.workers
-        self._generation.avoid.add(event.failed_worker)
-        self._dispatcher.metrics.migrations.labels("prefill_lost").inc()
-        chosen = pick_prefill(self._view, workers.views(), self._decode.account.view(), self._generation.avoid)
-        self._release_reader()
-        self._charge_reader(chosen)
-        self._decode.send(
-            UsePrefill(
-                request_id=self._request.request_id,
-                prefill=self._prefill_address(chosen),
-                source=self._dispatcher.source(chosen),
-            )
-        )
-        self._is_as_predicted = False
-
-    def _prefill_address(self, chosen: Route) -> WorkerAddress | None:
-        link = None if chosen.prefill is None else self._dispatcher.workers.get(chosen.prefill)
-        return None if link is None else link.address
-
-    # The books: what each worker has been given by us
-
-    @property
-    def _dispatcher(self) -> Dispatcher:
-        return self._generation._dispatcher
-
-    def _charge_reader(self, chosen: Route) -> None:
-        """Whoever reads the prompt has what it must compute on its account, until the first token."""
-        reader = self._decode if chosen.prefill is None else self._dispatcher.workers.get(chosen.prefill)
-        if reader is not None:
-            reader.account.num_routed += reader is not self._decode
-            self._reading = reader.account, reader.account.charge(num_tokens=chosen.num_tokens)
-
-    def _release_reader(self) -> None:
-        if self._reading is not None:
-            account, charge = self._reading
-            account.release(charge)
-            self._reading = None
-
-    def _count_start(self, event: Started) -> None:
-        metrics = self._dispatcher.metrics
-        metrics.prefills.labels(event.path).inc()
-        if event.handover_s is not None:
-            self._dispatcher.workers.fleet.note_handover(event.handover_s)
-        if self._is_as_predicted and self.route.ttft_s > 0:
-            metrics.ttft_over_predicted.observe((time.perf_counter() - self._began) / self.route.ttft_s)
-        pool = "prefill" if event.path == "remote" else "decode"
-        for source, num_tokens in msgspec.structs.asdict(event.cached).items():
-            if num_tokens:
-                metrics.cached_tokens.labels(pool if source == "pool" else source).inc(num_tokens)
-
-    def end(self) -> None:
-        """Close the books, and stop whatever the worker still does for this request. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._release_reader()
-        self._decode.account.release(self._decode_charge)
-        self._decode.close(self._request.request_id)
-        if self._is_sent and self._running:
-            self._decode.try_send(Cancel(request_id=self._request.request_id))
-        self._dispatcher.on_room()
-
-
-def _translated(failure: Failed) -> ApiError:
-    """A worker's refusal in the API's words. Only messages about the request itself are passed on."""
-    if failure.code == "internal_error":
-        logger.error("request %s failed on its worker: %s", failure.request_id, failure.message)
-        return internal_error()
-    if failure.code == "timeout":
-        return ApiError(504, "The request was not finished in time.", type="server_error", code="timeout")
-    return ApiError(400, failure.message, param=failure.param, code=failure.code)
 
 
 async def enter_together(generations: Sequence[Generation], gate: Gate, arrived: float) -> None:
