@@ -30,6 +30,10 @@ class Plan:
     """Those that were asked for; they may have been asked for only to compare answers."""
     echo: tuple[str, ...] = ()
     """The text of each prompt, where it stands at the start of its answers."""
+    only_prompt: bool = False
+    """The client wants to see the prompt's tokens and no answer; workers always write at least one token."""
+    shows_prompt_logprobs: bool = False
+    """As a list of their own."""
     grammar_field: str | None = None
     """The field that `sampling.grammar` was made from."""
     cache_salt: str | None = None

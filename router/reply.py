@@ -64,6 +64,8 @@ class Reply:
         is_first = not self._started
         self._started[position] = event
         self._metrics.prompt_tokens.inc(len(self._plan.prompts[position]))
+        for index in range(self._plan.num_choices):
+            self._answers[position, index].prompt_logprobs = event.prompt_logprobs
         if is_first:
             self._headers += [
                 ("x-tandem-prefill-worker", event.prefill_worker),
@@ -110,10 +112,13 @@ class Reply:
     def _usage(self) -> Usage:
         return Usage(
             num_prompt=sum(len(prompt) for prompt in self._plan.prompts),
-            num_completion=sum(len(answer.total.token_ids) for answer in self._answers.values()),
+            num_completion=0 if self._plan.only_prompt else self._num_tokens(),
             num_cached=sum(event.cached.total for event in self._started.values()),
             num_reasoning=sum(answer.num_reasoning_tokens for answer in self._answers.values()),
         )
+
+    def _num_tokens(self) -> int:
+        return sum(len(answer.total.token_ids) for answer in self._answers.values())
 
     def _observe(self, position: int, choice: int, num_tokens: int) -> None:
         if num_tokens == 0:

@@ -77,6 +77,8 @@ class Conversation:
 
     def start(self, *, cached: CachedTokens | None = None) -> None:
         prefill = self.submit.prefill
+        num_prompt_logprobs = self.request.sampling.num_prompt_logprobs
+        scored = () if num_prompt_logprobs is None else self.request.prompt_token_ids[1:]
         self.send(
             Started(
                 request_id=self.request.request_id,
@@ -85,6 +87,7 @@ class Conversation:
                 decode_worker=self.worker.worker_id,
                 cached=cached or CachedTokens(),
                 queue_s=0.0,
+                prompt_logprobs=tuple(scripted_logprobs(token_id, num_prompt_logprobs or 0) for token_id in scored),
             )
         )
 

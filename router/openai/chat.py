@@ -22,15 +22,12 @@ from tandem.router.tokenizer import Tokenizer
 
 UNSUPPORTED: dict[str, Sequence[Any]] = {
     "audio": (),
-    "beam_width": (1,),
     "function_call": (),
     "functions": (),
-    "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
     "prompt_cache_options": (),
-    "prompt_logprobs": (),
     "store": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -108,7 +105,13 @@ class ChatCompletionRequest(SharedFields):
         )
         return Plan(
             prompts=(ids,),
-            sampling=self.sampling(tokenizer, max_tokens=max_tokens, num_logprobs=num_logprobs, grammar=prompt.grammar),
+            sampling=self.sampling(
+                tokenizer,
+                max_tokens=max_tokens,
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=self.num_prompt_logprobs(),
+                grammar=prompt.grammar,
+            ),
             num_choices=self.n or 1,
             stop=self.stops(),
             stream=bool(self.stream),
@@ -117,6 +120,7 @@ class ChatCompletionRequest(SharedFields):
             cache_salt=self.cache_salt,
             retention=self.retention(),
             showing=self.showing(prompt.reading),
+            shows_prompt_logprobs=self.prompt_logprobs is not None,
             grammar_field=prompt.grammar_field,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.router.errors import ApiError
 from tandem.router.form import Naming, Usage
 from tandem.router.openai import sse
-from tandem.router.openai.logprobs import chat_logprobs
+from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.router.output import Answer, Delta
 from tandem.router.parsers.pieces import CallArguments, CallStart, Content, Message, Piece, Reasoning
 from tandem.router.plan import Plan
@@ -87,7 +87,14 @@ class ChatForm:
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
             "usage": usage.for_openai(),
             **self._extras(),
+            **self._scored_prompt(answers[0]),
         }
+
+    def _scored_prompt(self, answer: Answer) -> dict[str, Any]:
+        if not self._plan.shows_prompt_logprobs:
+            return {}
+        scored = prompt_logprobs(self._tokenizer, self._plan.prompts[0], answer.prompt_logprobs)
+        return {"prompt_logprobs": scored}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.router.errors import ApiError
 from tandem.router.form import Naming, Usage
 from tandem.router.openai import sse
-from tandem.router.openai.logprobs import completion_logprobs
+from tandem.router.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from tandem.router.output import Answer, Delta
 from tandem.router.plan import Plan
 from tandem.router.tokenizer import Tokenizer
@@ -56,10 +56,20 @@ class CompletionForm:
         for position in range(len(self._plan.prompts)):
             start = position * self._plan.num_choices
             for answer in self._best(answers[start : start + self._plan.num_choices]):
-                choice = self._choice(len(choices), answer.total)
-                choice["text"] = self._echoed(start) + choice["text"]
-                choices.append(choice | self._prompt(start))
+                choices.append(self._whole_choice(len(choices), answer, position))
         return {**self._envelope, "choices": choices, "usage": usage.for_openai()}
+
+    def _whole_choice(self, index: int, answer: Answer, position: int) -> dict[str, Any]:
+        plan, prompt = self._plan, self._plan.prompts[position]
+        first = position * plan.num_choices
+        choice = self._choice(index, Delta(finish_reason="length") if plan.only_prompt else answer.total)
+        choice["text"] = self._echoed(first) + choice["text"]
+        if plan.echo and plan.shows_logprobs:
+            written = choice["logprobs"] or completion_logprobs(self._tokenizer, [])
+            choice["logprobs"] = echoed_logprobs(self._tokenizer, prompt, answer.prompt_logprobs, written)
+        if plan.shows_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, answer.prompt_logprobs)
+        return choice | self._prompt(first)
 
     def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
         """Those with the highest logprob per token; equals in their order."""

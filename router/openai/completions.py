@@ -21,9 +21,6 @@ from tandem.workers.types import SamplingParams
 DEFAULT_MAX_TOKENS = 16
 
 UNSUPPORTED: dict[str, Sequence[Any]] = {
-    "beam_width": (1,),
-    "length_penalty": (1, 1.0),
-    "prompt_logprobs": (),
     "suffix": ("",),
 }
 """Fields of the API, or usual ones, that are not served, with the values that ask for nothing."""
@@ -39,6 +36,8 @@ class CompletionRequest(SharedFields):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 with `echo`: to see the prompt alone."""
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
 
@@ -52,8 +51,9 @@ class CompletionRequest(SharedFields):
             # before tokenising: a list of a million prompts is refused for what it is
             raise bad_request(f"A request may ask for at most {config.max_num_choices} choices in all.", param=param)
         prompts = tuple(tuple(self.truncated(_tokens(prompt, tokenizer))) for prompt in given)
+        only_prompt = self._wants_only_prompt()
         max_tokens = resolve_max_tokens(
-            self.max_tokens,
+            1 if only_prompt else self.max_tokens,
             DEFAULT_MAX_TOKENS,
             longest_prompt=max(len(prompt) for prompt in prompts),
             max_model_len=config.max_model_len,
@@ -63,7 +63,13 @@ class CompletionRequest(SharedFields):
         return Plan(
             prompts=prompts,
             sampling=self._scored(
-                self.sampling(tokenizer, max_tokens=max_tokens, num_logprobs=self.logprobs, grammar=grammar)
+                self.sampling(
+                    tokenizer,
+                    max_tokens=max_tokens,
+                    num_logprobs=self.logprobs,
+                    num_prompt_logprobs=self.num_prompt_logprobs(),
+                    grammar=grammar,
+                )
             ),
             num_choices=num_answers,
             num_best=self.n or 1,
@@ -71,6 +77,8 @@ class CompletionRequest(SharedFields):
             stream=bool(self.stream),
             include_usage=include_usage,
             shows_logprobs=self.logprobs is not None,
+            shows_prompt_logprobs=self.prompt_logprobs is not None,
+            only_prompt=only_prompt,
             return_token_ids=bool(self.return_token_ids),
             cache_salt=self.cache_salt,
             retention=self.retention(),
@@ -81,6 +89,22 @@ class CompletionRequest(SharedFields):
 
     def form(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> Form:
         return CompletionForm(plan, tokenizer, naming)
+
+    def num_prompt_logprobs(self) -> int | None:
+        """An echoed prompt is scored like the answer."""
+        asked = super().num_prompt_logprobs()
+        if not self.echo or self.logprobs is None:
+            return asked
+        if self.stream:
+            raise bad_request("'echo' with 'logprobs' cannot be streamed.", param="echo")
+        return max(self.logprobs, asked or 0)
+
+    def _wants_only_prompt(self) -> bool:
+        if self.max_tokens != 0:
+            return False
+        if not self.echo or self.stream:
+            raise bad_request("'max_tokens' may be 0 with 'echo', and not in a stream.", param="max_tokens")
+        return True
 
     def _num_answers(self) -> int:
         """How many are written for each prompt; the best `n` of them are shown."""
@@ -105,8 +129,6 @@ class CompletionRequest(SharedFields):
     ) -> tuple[str, ...]:
         if not self.echo:
             return ()
-        if self.logprobs is not None:
-            raise bad_request("'echo' with 'logprobs' is not supported by this server.", param="echo")
         return tuple(
             prompt if isinstance(prompt, str) and self.truncate_prompt_tokens is None else tokenizer.text_of(ids)
             for prompt, ids in zip(given, prompts, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -86,6 +86,10 @@ class SharedFields(WireModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    beam_width: Annotated[int, Field(ge=1, le=64)] | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Literal[0] | None = None
     """Everybody has the same."""
@@ -107,6 +111,27 @@ class SharedFields(WireModel):
     def retention(self) -> Retention:
         return Retention() if self.kv_retention is None else self.kv_retention.retention()
 
+    def num_prompt_logprobs(self) -> int | None:
+        """Raises `ApiError`."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request("'prompt_logprobs' cannot be streamed.", param="prompt_logprobs")
+        return self.prompt_logprobs
+
+    def _beams(self) -> dict[str, Any]:
+        """What a beam search is asked for. Raises `ApiError` for its fields without one."""
+        if self.beam_width is None:
+            for field in ("length_penalty", "early_stopping"):
+                if getattr(self, field) is not None:
+                    raise bad_request(f"'{field}' is only allowed with 'beam_width'.", param=field)
+            return {}
+        if (self.n or 1) > self.beam_width:
+            raise bad_request("'n' must be at most 'beam_width'.", param="n")
+        return {
+            "beam_width": self.beam_width,
+            "length_penalty": 1.0 if self.length_penalty is None else self.length_penalty,
+            "early_stopping": self.early_stopping or False,
+        }
+
     def showing(self, reading: Reading = PLAIN_READING) -> Showing:
         return Showing(
             includes_stop=bool(self.include_stop_str_in_output),
@@ -119,7 +144,13 @@ class SharedFields(WireModel):
         return prompt if self.truncate_prompt_tokens is None else prompt[-self.truncate_prompt_tokens :]
 
     def sampling(
-        self, tokenizer: Tokenizer, *, max_tokens: int, num_logprobs: int | None, grammar: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None = None,
+        grammar: str | None = None,
     ) -> SamplingParams:
         """Raises `ApiError` for ids outside the vocabulary, and for fields that contradict each other."""
         stop_token_ids = set(self._known_ids("stop_token_ids", tokenizer))
@@ -146,6 +177,8 @@ class SharedFields(WireModel):
             allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
             bad_token_ids=self._bad_token_ids(tokenizer),
             grammar=grammar,
+            num_prompt_logprobs=num_prompt_logprobs,
+            **self._beams(),
         )
 
     def _known_ids(self, field: str, tokenizer: Tokenizer) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.router.output import ScoredToken
 from tandem.router.tokenizer import Tokenizer
+from tandem.workers.types import TokenLogprobs
 
 LOWEST = -9999.0
 
@@ -38,6 +39,46 @@ def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> 
         "top_logprobs": [_alternatives(tokenizer, token) for token in scored],
         "text_offset": [token.text_offset for token in scored],
     }
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], scored: Sequence[TokenLogprobs], answer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The four lists of a completion's `answer` with the prompt's tokens before them; nothing comes before the first
+    token, so nothing says how likely it was. Offsets count from the prompt's beginning."""
+    detokenizer = tokenizer.detokenizer((), shows_special=True)
+    offsets, length = [], 0
+    for token_id in prompt:
+        offsets.append(length)
+        length += len(detokenizer.push(token_id))
+    length += len(detokenizer.finish())
+    told = [ScoredToken(token_id, logprobs, 0) for token_id, logprobs in zip(prompt[1:], scored, strict=True)]
+    return {
+        "tokens": [_name(tokenizer, token_id) for token_id in prompt] + answer["tokens"],
+        "token_logprobs": [None, *[max(token.logprobs.logprob, LOWEST) for token in told], *answer["token_logprobs"]],
+        "top_logprobs": [None, *[_alternatives(tokenizer, token) for token in told], *answer["top_logprobs"]],
+        "text_offset": offsets + [length + offset for offset in answer["text_offset"]],
+    }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], scored: Sequence[TokenLogprobs]
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs`: per token of the prompt those that were likely there and the one that stands there, by id.
+    `rank` is null for one that was not among the likeliest."""
+    told: list[dict[str, Any] | None] = [None]
+    for token_id, logprobs in zip(prompt[1:], scored, strict=True):
+        likely = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        entry = {
+            str(each): _ranked(tokenizer, each, logprob, rank) for rank, (each, logprob) in enumerate(likely, start=1)
+        }
+        entry.setdefault(str(token_id), _ranked(tokenizer, token_id, logprobs.logprob, None))
+        told.append(entry)
+    return told
+
+
+def _ranked(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": _name(tokenizer, token_id)}
 
 
 def _alternatives(tokenizer: Tokenizer, token: ScoredToken) -> dict[str, float]:

@@ -60,7 +60,7 @@ async def test_constraints_reach_the_worker(house: Any, tokenizer: Any) -> None:
         ({"priority": 1}, "priority"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation"),
-        ({"beam_width": 4}, "beam_width"),
+        ({"beam_width": 65}, "beam_width"),
     ],
 )  # fmt: skip
 async def test_refusals(doorstep: Any, path: str, fields: Any, param: str) -> None:
@@ -128,7 +128,48 @@ async def test_echo(house: Any, strictly: Any) -> None:
     assert texts == ["Well Yes, indeed. No."] * 2 + ["SoYes, indeed. No."] * 2
     stream = await house.client.completions.create(model="tiny", prompt="Well ", echo=True, stream=True, max_tokens=30)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "Well Yes, indeed. No."
-    assert (await post(house, status=400, echo=True, logprobs=1))["error"]["param"] == "echo"
+
+
+async def test_the_echoed_prompt_is_scored(house: Any, tokenizer: Any, strictly: Any) -> None:
+    body = await post(house, prompt=["Grüße, ", "So"], echo=True, logprobs=2, max_tokens=30)
+    for choice in body["choices"]:
+        logprobs = choice["logprobs"]
+        assert {len(each) for each in logprobs.values()} == {len(logprobs["tokens"])}
+        # the API's null, where its client's types have none
+        assert (logprobs["token_logprobs"].pop(0), logprobs["top_logprobs"].pop(0)) == (None, None)
+        for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"], strict=False):
+            assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+    strictly(Completion, body)
+    assert (await post(house, status=400, echo=True, logprobs=1, stream=True))["error"]["param"] == "echo"
+
+
+async def test_the_prompt_alone(house: Any) -> None:
+    """As evaluation harnesses ask for the likelihood of a text."""
+    body = await post(house, prompt=[40, 41, 42], echo=True, logprobs=1, max_tokens=0)
+    choice = body["choices"][0]
+    assert choice["text"] == house.gateway._house.tokenizer.text_of([40, 41, 42])
+    assert (len(choice["logprobs"]["tokens"]), choice["finish_reason"]) == (3, "length")
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 0)
+    assert (await post(house, status=400, max_tokens=0))["error"]["param"] == "max_tokens"
+
+
+async def test_prompt_logprobs(house: Any, tokenizer: Any) -> None:
+    body = await post(house, prompt=[40, 41], prompt_logprobs=1)
+    scored = body["choices"][0]["prompt_logprobs"]
+    assert scored[0] is None
+    assert scored[1]["41"] == {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.text_of([41])}
+    body = await post(house, CHAT, prompt_logprobs=0)
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert (await post(house, CHAT, 400, prompt_logprobs=0, stream=True))["error"]["param"] == "prompt_logprobs"
+
+
+async def test_beams(house: Any) -> None:
+    await post(house, beam_width=4, n=2, length_penalty=0.5, early_stopping=True)
+    params = sampling(house)
+    assert (params.beam_width, params.length_penalty, params.early_stopping) == (4, 0.5, True)
+    assert (await post(house, status=400, beam_width=2, n=3))["error"]["param"] == "n"
+    assert (await post(house, status=400, length_penalty=2))["error"]["param"] == "length_penalty"
+    assert (await post(house, CHAT, 400, early_stopping="never"))["error"]["param"] == "early_stopping"
 
 
 async def test_the_best_of_several(open_house: Any, tokenizer: Any, strictly: Any) -> None:
