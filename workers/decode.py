@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.workers.connection import Connection
-from tandem.workers.engine import Engine, StepOutput
+from tandem.workers.engine import Answer, Engine, StepOutput
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache
@@ -147,6 +147,10 @@ class DecodeWorker:
                 continue
             if output.error is not None:
                 self._fail(active, output.error, retryable=output.is_retryable)
+            elif output.answers:
+                self._start(active)
+                chunks[active.connection] += [_whole_chunk(active, answer) for answer in output.answers]
+                self._forget(active)
             elif output.token is not None:
                 self._start(active)
                 chunks[active.connection].append(_chunk(active, output))
@@ -371,6 +375,16 @@ class DecodeWorker:
         connection.post(
             Paired(prefill_worker=address.worker_id, transport=path.transport, gigabytes_per_s=path.gigabytes_per_s)
         )
+
+
+def _whole_chunk(active: ActiveRequest, answer: Answer) -> TokenChunk:
+    return TokenChunk(
+        request_id=active.request.request_id,
+        choice=answer.choice,
+        token_ids=answer.token_ids,
+        finish_reason=answer.finish_reason,
+        logprobs=answer.logprobs,
+    )
 
 
 def _chunk(active: ActiveRequest, output: StepOutput) -> TokenChunk:

@@ -18,7 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from tandem.workers.batch import Batch, BatchItem, Refusal, SampledToken, SampleSpec, Scored, ScoreSpec, StepResult
+from tandem.workers.beams import BeamSearch, Ended, num_candidates
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
@@ -27,9 +30,10 @@ from tandem.workers.errors import RequestError
 from tandem.workers.grammar import GrammarCache
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
-from tandem.workers.sequence import Sequence, Status
+from tandem.workers.sequence import BeamGroup, Sequence, Status
 from tandem.workers.types import (
     BlockCounts,
+    Choice,
     FillSource,
     FinishReason,
     ModelIdentity,
@@ -61,6 +65,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole choice."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step did for one sequence. `error`: the step failed and the sequence has ended; say no more to anyone.
     `is_retryable`: another worker may do better.
@@ -75,6 +89,8 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_retryable: bool = True
+    answers: tuple[Answer, ...] = ()
+    """All of them, when a beam search has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +178,9 @@ class Engine:
         `release` (prefill worker). `num_source_blocks`: so many first blocks of the prompt a peer is said to hold.
         """
         self.validate(request, hold=hold)
+        beams = None if request.sampling.beam_width is None else _beam_group(request, request.sampling.beam_width)
+        if beams is not None:
+            request = _as_beams(request)
         root = root_key(self.config.cluster_key, self.identity, request.salt)
         now = time.monotonic()
         sequences = [
@@ -177,13 +196,18 @@ class Engine:
                 hold=hold,
                 retention=request.retention,
                 constraint=self._constraint(request.sampling),
+                beams=beams,
                 num_source_blocks=num_source_blocks,
                 status=Status.BLOCKED,
                 queued_at=now,
             )
             for choice in sorted(request.choices, key=lambda choice: choice.index)
         ]
-        leader, *leader.siblings = sequences
+        leader, *siblings = sequences
+        if beams is None:
+            leader.siblings = siblings  # beams are let go by the search
+        else:
+            beams.sequences = sequences
         leader.status = Status.WAITING
         leader.scores_prompt = _scores_prompt(request)
         self._requests[request.request_id] = {sequence.choice: sequence for sequence in sequences}
@@ -213,13 +237,18 @@ class Engine:
         return sequence
 
     def cancel(self, request_id: str, choice: int | None = None) -> list[Sequence]:
-        """Forget one choice of a request, or all of it, in whatever state; unknown ones are fine. No output follows.
+        """Forget one choice of a request, or all of it, in whatever state; unknown ones are fine. No output follows. Of
+        a beam search, only all of it: before its end no choice is anybody's.
 
         Blocks go back at once, except those of the step in flight (at its end) and those of INCOMING sequences. These
         sequences are returned: a pull may still write into them, so the caller must call `release_incoming` for each.
         """
         choices = self._requests.get(request_id, {})
-        chosen = [sequence for index, sequence in choices.items() if choice is None or index == choice]
+        chosen = [
+            sequence
+            for index, sequence in choices.items()
+            if choice is None or (index == choice and sequence.beams is None)
+        ]
         incoming = [sequence for sequence in chosen if sequence.status is Status.INCOMING]
         for sequence in chosen:
             self._finish(sequence)
@@ -457,6 +486,8 @@ class Engine:
         num_computed = sequence.num_computed
         if token is None:
             return StepOutput(sequence, num_computed)
+        if sequence.beams is not None:
+            return StepOutput(sequence, num_computed, answers=self._search_on(sequence.beams, sequence.choice, token))
         sequence.token_ids.append(token.token_id)
         if sequence.first_token_at is None:
             sequence.first_token_at = time.monotonic()
@@ -466,6 +497,19 @@ class Engine:
         elif finish_reason is not None:
             self._finish(sequence)
         return StepOutput(sequence, num_computed, token, finish_reason)
+
+    def _search_on(self, beams: BeamGroup, beam: int, token: SampledToken) -> tuple[Answer, ...]:
+        """A beam's continuations are known. If they were the last, all beams go on, or the search ends."""
+        assert token.logprobs is not None, "a beam is sampled with its continuations"
+        if not beams.search.take(beam, token.logprobs):
+            return ()
+        forks = beams.search.advance()
+        if forks:
+            self.scheduler.fork(beams.sequences, forks)
+            return ()
+        for sequence in beams.sequences:
+            self._finish(sequence)
+        return tuple(map(_answer, beams.choices, beams.search.best(len(beams.choices))))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.token_ids[-1] in sequence.params.stop_token_ids:
@@ -483,6 +527,25 @@ class Engine:
         del choices[sequence.choice]
         if not choices:
             del self._requests[sequence.request_id]
+
+
+def _beam_group(request: Request, width: int) -> BeamGroup:
+    search = BeamSearch(request.sampling, width, request.sampling.max_tokens)
+    return BeamGroup(search, tuple(sorted(choice.index for choice in request.choices)))
+
+
+def _as_beams(request: Request) -> Request:
+    """One choice per beam, each sampled with its continuations."""
+    params, width = request.sampling, request.sampling.beam_width or 1
+    params = msgspec.structs.replace(params, temperature=0.0, num_logprobs=num_candidates(params, width))
+    return msgspec.structs.replace(
+        request, sampling=params, choices=tuple(Choice(index=index) for index in range(width))
+    )
+
+
+def _answer(choice: int, ended: Ended) -> Answer:
+    hypothesis = ended.hypothesis
+    return Answer(choice, hypothesis.token_ids, hypothesis.logprobs or None, ended.finish_reason)
 
 
 def _num_attended(item: BatchItem) -> int:

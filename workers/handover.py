@@ -88,7 +88,8 @@ class Handover(Attempt):
         )
 
     def _sampling(self) -> SamplingParams:
-        params = self._sequence.params
+        """What the prefill worker is to know: it reads one sequence, whoever goes on with it and how."""
+        params = msgspec.structs.replace(self._sequence.params, beam_width=None)
         return params if self._sequence.scores_prompt else msgspec.structs.replace(params, num_prompt_logprobs=None)
 
     def _question(self) -> Prefill:

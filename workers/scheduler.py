@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.workers.batch import BlockCopy
+from tandem.workers.beams import Fork
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
+from tandem.workers.fork import fork
 from tandem.workers.prefix_cache import PrefixCache
 from tandem.workers.reuse import BlockNames, Reuse
 from tandem.workers.sequence import Sequence, Status
@@ -112,6 +114,8 @@ class Scheduler:
         for sequence in self.running:
             if sequence.num_uncomputed > 1:
                 budget -= self._cut(sequence, budget, chunks)
+        if not chunks:
+            self._make_way()
         while self._can_admit(budget):
             sequence = self.waiting.oldest
             if not self._try_admit(sequence):
@@ -130,6 +134,21 @@ class Scheduler:
         self.names.register(sequence)
         if sequence.siblings and sequence.is_prompt_computed:
             self._unblock_siblings(sequence)
+
+    def fork(self, sequences: SequenceOf[Sequence], forks: SequenceOf[Fork]) -> None:
+        """The beams of a request go on from each other, see fork.py."""
+        room = self.max_running - len(self.running) - len(self.incoming)
+        room += sum(sequence.status is Status.RUNNING for sequence in sequences)
+        for sequence in sequences:
+            if sequence.status is Status.RUNNING:
+                self.running.remove(sequence)
+            elif sequence.status is Status.WAITING:
+                self.waiting.remove(sequence)
+            sequence.status = Status.BLOCKED
+        fork(self.pool, self.block_size, sequences, forks, room)
+        for sequence in sequences[: len(forks)]:
+            sequence.status = Status.RUNNING if sequence.block_ids else Status.WAITING
+            (self.running if sequence.block_ids else self.waiting).add(sequence)
 
     # Queues
 
@@ -240,6 +259,20 @@ class Scheduler:
                 return False
         sequence.block_ids += self.pool.allocate(1)
         return True
+
+    def _make_way(self) -> None:
+        """Nothing that runs has anything to compute: beams that wait for others of theirs. If the oldest in the queue
+        cannot be admitted beside them, the younger ones give way: two searches would else wait for each other."""
+        parked = [sequence for sequence in reversed(self.running) if sequence.num_uncomputed == 0 and sequence.beams]
+        for victim in parked:
+            if not self.waiting or victim.order < self.waiting.oldest.order or self._could_admit_oldest():
+                return
+            self._preempt(victim)
+
+    def _could_admit_oldest(self) -> bool:
+        if len(self.running) + len(self.incoming) >= self.max_running:
+            return False
+        return self._fits(self.waiting.oldest, self.names.find(self.waiting.oldest).without_copy)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue. Never one in HELD or with `hold`: blocks that were promised to others stay."""

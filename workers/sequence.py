@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tandem.workers.batch import BlockCopy
+from tandem.workers.beams import BeamSearch
 from tandem.workers.constraint import Constraint
 from tandem.workers.types import CachedTokens, Retention, SamplingParams, TokenLogprobs
 
@@ -38,6 +39,17 @@ class Status(Enum):
     HELD = auto()
     """Prompt computed, first token sampled; owns its blocks until `Engine.release`."""
     FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The beams of one request, by number: RUNNING or WAITING those that are live, BLOCKED the others. A beam that has
+    told its continuations waits for the rest with all its tokens computed."""
+
+    search: BeamSearch
+    choices: tuple[int, ...]
+    """What the request calls the answers, best first."""
+    sequences: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +75,8 @@ class Sequence:
     retention: Retention = field(default_factory=Retention)
     constraint: Constraint | None = None
     """The biases, bans and grammar of `params`, where there are any."""
+    beams: BeamGroup | None = None
+    """The search that it is a beam of. Its choice is its number there."""
     scores_prompt: bool = False
     """The logprobs of the prompt's tokens are wanted of it."""
     num_source_blocks: int = 0

@@ -40,6 +40,11 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     """None: no logprobs. 0: that of the chosen token. k: also the k most likely ones."""
     num_prompt_logprobs: int | None = None
     """As `num_logprobs`, for each token of the prompt but the first. The prompt is then read anew, cached or not."""
+    beam_width: int | None = None
+    """Beam search: the choices are the best answers of so many beams (workers/beams.py), told when all are known. No
+    token is drawn: temperature, seed and filters have no say, and what changes logits cannot be asked for."""
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     stop_token_ids: tuple[int, ...] = ()
     """Ends the choice with finish_reason "stop"; the token itself is part of the output. The gateway puts the model's
     end-of-sequence ids here unless the client asked to ignore them."""

@@ -6,9 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tandem.workers.beams import num_candidates
+from tandem.workers.constraint import needs_constraint
 from tandem.workers.errors import RequestError
 from tandem.workers.types import Choice, Request, Retention, SamplingParams
 
+MAX_BEAM_WIDTH = 64
+MAX_CANDIDATES = 4096
+"""That one beam may be asked for."""
 MAX_PROMPT_LOGPROBS = 1_000_000
 """Of one prompt, alternatives included. They travel in one frame, at 14 bytes each."""
 
@@ -22,6 +27,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("frequency_penalty", math.isfinite, "must be finite"),
     ("repetition_penalty", lambda value: 0 < value < math.inf, "must be finite and above 0"),
     ("num_logprobs", lambda value: value is None or value >= 0, "must not be negative"),
+    ("beam_width", lambda value: value is None or 1 <= value <= MAX_BEAM_WIDTH, f"must be from 1 to {MAX_BEAM_WIDTH}"),
+    ("length_penalty", lambda value: -16 <= value <= 16, "must be from -16 to 16"),
     ("num_prompt_logprobs", lambda value: value is None or value >= 0, "must not be negative"),
 )
 """Field, test, rule. A NaN fails every comparison."""
@@ -47,6 +54,8 @@ def validate_request(request: Request, *, max_model_len: int, capacity: int, voc
         raise RequestError("the prompt has no tokens", param="prompt")
     if num_prompt + max_tokens > max_model_len:
         raise _too_long(f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens})", max_model_len, "the model")
+    if request.sampling.beam_width is not None:
+        _validate_beams(request, request.sampling.beam_width, capacity)
     num_top = request.sampling.num_prompt_logprobs
     if num_top is not None and num_prompt * (num_top + 1) > MAX_PROMPT_LOGPROBS:
         raise RequestError(
@@ -62,6 +71,25 @@ def validate_request(request: Request, *, max_model_len: int, capacity: int, voc
     for ids in (request.prompt_token_ids, *(choice.emitted_token_ids for choice in request.choices)):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
+
+
+def _validate_beams(request: Request, width: int, capacity: int) -> None:
+    params = request.sampling
+    if len(request.choices) > width:
+        raise RequestError(f"{width} beams cannot give {len(request.choices)} answers", param="beam_width")
+    if any(choice.emitted_token_ids for choice in request.choices):
+        raise RequestError("a beam search begins with the prompt", param="beam_width")
+    if needs_constraint(params) or any((params.presence_penalty, params.frequency_penalty)):
+        raise RequestError("a beam search follows the model's own probabilities alone", param="beam_width")
+    if params.repetition_penalty != 1:
+        raise RequestError("a beam search follows the model's own probabilities alone", param="repetition_penalty")
+    if num_candidates(params, width) > MAX_CANDIDATES:
+        raise RequestError("too many beams for so many stop tokens", param="beam_width")
+    num_tokens = width * (len(request.prompt_token_ids) + params.max_tokens)
+    if num_tokens > capacity // 2:
+        raise _too_long(
+            f"{width} beams of together {num_tokens} tokens", capacity // 2, "half of this worker's KV cache"
+        )
 
 
 def _validate_retention(retention: Retention) -> None:
