@@ -158,13 +158,13 @@ async def measure(options: argparse.Namespace, disk: Path) -> None:
 
 
 def report(seconds: dict[str, list[float]], num_blocks: int, block_bytes: int) -> None:
-    pool = statistics.median(seconds["pool"])
-    print("| KV from | first token, ms | ms per block | GB/s | rounds |\n|---|---|---|---|---|")  # noqa: T201
+    print("| KV from | first token, ms: median | best | ms per block, of the best | GB/s | rounds |")  # noqa: T201
+    print("|---|---|---|---|---|---|")  # noqa: T201
     for name, values in seconds.items():
-        median = statistics.median(values)
-        per_block = max(median - pool, 1e-9) / num_blocks
+        per_block = max(min(values) - min(seconds["pool"]), 1e-9) / num_blocks
         rate = "" if name in ("pool", "computed") else f"{block_bytes / per_block / 1e9:.2f}"
-        print(f"| {name} | {median * 1e3:.1f} | {per_block * 1e3:.3f} | {rate} | {len(values)} |")  # noqa: T201
+        figures = f"{statistics.median(values) * 1e3:.1f} | {min(values) * 1e3:.1f} | {per_block * 1e3:.3f}"
+        print(f"| {name} | {figures} | {rate} | {len(values)} |")  # noqa: T201
 
 
 def main() -> None:
