@@ -43,12 +43,19 @@ class LinearOnTiles {
     };
 
     // Where the next lines of weights to fetch are. Not into the first cache: rows of x fill it.
-    struct Fetch {
+    class Fetch {
+      public:
+        Fetch(const char *at, int64_t lines) : at(at), lines(lines) {}
+
         const char *at;
         int64_t lines;  // with each step
 
-        void step() {
-            for (int64_t line = 0; line < lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+        void step() { some(lines); }
+        void quarter() { some(lines / 4); }
+
+      private:
+        void some(int64_t count) {
+            for (int64_t line = 0; line < count; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
         }
     };
 
@@ -113,25 +120,36 @@ class LinearOnTiles {
     }
 
     // Tiles 0 to 3 accumulate, 4 and 5 hold rows of x, 6 and 7 weights. Rows that are streamed pass by the first cache,
-    // where the panel should stay.
+    // where the panel should stay. With few rows the lines of weights to fetch are many, and are spread over the step: a
+    // burst would hold up the loads behind it.
     template <bool kStreamRows>
     void steps(int64_t row, int64_t rows, const char *weight, int64_t first, int64_t last, Fetch &fetch) {
         const char *x = x_ + row * row_bytes_;
         int64_t finishing = (pending_.end - pending_.row + steps_ - 1) / steps_;
         for (int64_t step = first; step < last; ++step) {
             const char *w = weight + step * kStepBytes;
-            fetch.step();
-            if (kStreamRows) _tile_stream_loadd(4, x + step * 64, row_bytes_);
-            else _tile_loadd(4, x + step * 64, row_bytes_);
+            if (kStreamRows) {
+                fetch.step();
+                _tile_stream_loadd(4, x + step * 64, row_bytes_);
+            } else {
+                _tile_loadd(4, x + step * 64, row_bytes_);
+            }
             _tile_loadd(6, w, 64);
+            if (!kStreamRows) fetch.quarter();
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, w + 1024, 64);
+            if (!kStreamRows) fetch.quarter();
             _tile_dpbf16ps(1, 4, 7);
             if (rows > 16) {
                 if (kStreamRows) _tile_stream_loadd(5, x + 16 * row_bytes_ + step * 64, row_bytes_);
                 else _tile_loadd(5, x + 16 * row_bytes_ + step * 64, row_bytes_);
+                if (!kStreamRows) fetch.quarter();
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
+                if (!kStreamRows) fetch.quarter();
+            } else if (!kStreamRows) {
+                fetch.quarter();
+                fetch.quarter();
             }
             finish_rows(finishing);
         }
