@@ -207,7 +207,7 @@ class World:
     def finish(self) -> None:
         """Nobody comes any more: everything must end, and every block come back."""
         self.is_closing = True
-        for _ in range(3000):
+        for _ in range(2000):
             if self.engine.is_idle and not self.handovers and not self.late_writes:
                 break
             self.step()
@@ -223,7 +223,7 @@ class World:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives(make_engine: MakeEngine, make_request: MakeRequest, seed: int) -> None:
     world = World(random.Random(seed), make_engine, make_request)
-    for _ in range(3000):
+    for _ in range(2000):
         world.act()
     world.finish()
     assert world.num_exact > 50
