@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.router.grammar import json_rule
 from tandem.router.parsers.select import CallFormat
 
 TokenMark = Callable[[str], str]
@@ -105,12 +106,10 @@ def _alternatives(rule: str, functions: Sequence[Function], before: str, between
 
 
 def _arguments(rule: str, functions: Sequence[Function], name: str) -> list[str]:
-    return [
-        f"{name}_{number}: %json {json.dumps(_schema(function), ensure_ascii=False)}"
-        for number, function in enumerate(functions)
-    ]
+    return [f"{name}_{number}: {json_rule(_schema(function))}" for number, function in enumerate(functions)]
 
 
-def _schema(function: Function) -> Mapping[str, Any]:
-    any_object = {"type": "object"}
-    return function.parameters or any_object if function.is_strict else any_object
+def _schema(function: Function) -> dict[str, Any]:
+    if function.is_strict and function.parameters:
+        return dict(function.parameters)
+    return {"type": "object"}

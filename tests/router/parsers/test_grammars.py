@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tandem.router.grammar import json_object_grammar, json_schema_grammar
 from tandem.router.parsers.grammars import Function, forced_grammar, if_called_grammar, with_thoughts
 from tandem.router.parsers.select import CallFormat
 
@@ -19,6 +20,7 @@ INTEGER: dict[str, Any] = {
     "additionalProperties": False,
     "$defs": {"I": {"type": "integer"}},
 }
+REFERRED = {"$ref": "#/$defs/O", "$defs": {"O": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 FUNCTIONS = [Function("f", INTEGER), Function("g", None)]
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"a": 1}}'
@@ -58,6 +60,16 @@ def test_only_whole_calls_of_known_functions(form: CallFormat, has_marks: bool, 
         assert not matches(grammar, "Sure! " + call)
     assert matches(many, two)
     assert not matches(one, two)
+
+
+def test_json_stays_on_one_line() -> None:
+    """Or a model could write white space for ever."""
+    for grammar in (json_object_grammar(), json_schema_grammar(REFERRED, True)):
+        assert matches(grammar, '{"a": 1}')
+        assert matches(grammar, '{"a":1}')
+        assert not matches(grammar, '{"a":\n1}')
+        assert not matches(grammar, '{"a":  1}')
+    assert matches(json_schema_grammar(True, False), "[1, 2]")
 
 
 def test_thoughts_may_come_first() -> None:
