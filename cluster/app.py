@@ -35,6 +35,7 @@ from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
 from tandem.cluster.model_cache import CACHE_VARIABLE
 from tandem.cluster.model_source import ResolvedModel, resolve_model
+from tandem.cluster.observe import observe
 from tandem.cluster.placement import placement_of
 from tandem.cluster.pools import Supervisor
 from tandem.cluster.progress import StartProgress
@@ -170,8 +171,7 @@ class _Cluster:
         gateway = Gateway(
             gateway_config(resolved, self._key.secret, redis_url=redis_url, namespace=self._key.namespace)
         )
-        if self._config.metrics_compat == "vllm":
-            gateway.metrics.add_usual_names(resolved.model_name)
+        observe(gateway, self._config, self._stack)
         self._stack.push_async_callback(gateway.stop)
         await self._stack.enter_async_context(running_server(gateway.app, public))
         await self._stack.enter_async_context(running_server(gateway.admin_app, admin))

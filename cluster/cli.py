@@ -282,6 +282,14 @@ def serve(
         Literal["none", "vllm"],
         typer.Option(help="Show metrics under these names, too.", rich_help_panel=OPERATION),
     ] = "none",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Send a trace of each request to this OpenTelemetry collector: http://HOST:4318.",
+            show_default="no traces",
+            rich_help_panel=OPERATION,
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(envvar="TANDEM_CONFIG", help="A YAML or TOML file with the names of these flags.")
     ] = None,

@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command(context_settings=PASS_ON)(gateway)
     app.command()(doctor)
     app.command()(top)
+    app.command()(trace)
 
 
 def config(
@@ -115,6 +116,22 @@ def top(
     from tandem.cluster.top import run_top
 
     run_top(url, interval_s=interval, rounds=rounds)
+
+
+def trace(
+    request_id: Annotated[str, typer.Argument(help="The x-request-id of its answer.")],
+    url: Annotated[
+        list[str] | None, typer.Option(help="The admin port of a gateway. Repeat for several.", show_default="8001")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Show one request's life: each edge, when it was, and how long it took to get there.
+
+    A gateway remembers its last 4,096 requests.
+    """
+    from tandem.cluster.trace import show_trace
+
+    show_trace(request_id, url or ["http://127.0.0.1:8001"], as_json=json)
 
 
 def serve_settings(arguments: list[str]) -> tuple[Any, Any]:

@@ -94,6 +94,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_timeout: float = 5.0
     log_format: LogFormat = "text"
     metrics_compat: MetricsCompat = "none"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, rule: str) -> None:
@@ -157,6 +158,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         require(self.worker_threads is None or self.worker_threads >= 1, "worker_threads", "must be at least 1")
         for field in ("prefill_resources", "decode_resources", "aggregated_resources"):
             require(all(amount > 0 for amount in getattr(self, field).values()), field, "must be positive amounts")
+        endpoint = self.otlp_endpoint
+        require(
+            endpoint is None or endpoint.startswith(("http://", "https://")), "otlp_endpoint", "must be an http:// URL"
+        )
         require(0 <= self.drain_timeout <= 3600, "drain_timeout", "must be from 0 to 3600 seconds")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_CLUSTER_KEY_LEN:
             raise UserError(f"--cluster-key must have at least {MIN_CLUSTER_KEY_LEN} characters")  # not shown: a secret

@@ -23,6 +23,7 @@ from tandem.cluster.http_server import StopSignals, running_server
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
 from tandem.cluster.model_source import resolve_model
+from tandem.cluster.observe import observe
 from tandem.router.gateway import Gateway
 from tandem.router.workers import WorkerSet
 from tandem.workers.errors import UserError
@@ -79,6 +80,7 @@ async def _serve(config: ClusterConfig, cluster_url: str) -> None:
             await asyncio.gather(starting, return_exceptions=True)
             return
         gateway = starting.result()
+        observe(gateway, config, stack)
         stack.push_async_callback(gateway.stop)
         await stack.enter_async_context(running_server(gateway.app, public))
         await stack.enter_async_context(running_server(gateway.admin_app, admin))
@@ -114,8 +116,6 @@ async def _start(config: ClusterConfig, client: httpx.AsyncClient) -> Gateway:
     # ready as soon as somebody decodes: how many workers there should be is the launcher's business
     settings = msgspec.structs.replace(settings, num_prefill=0, num_decode=0, num_aggregated=0)
     gateway = Gateway(settings)
-    if config.metrics_compat == "vllm":
-        gateway.metrics.add_usual_names(settings.model_name)
     await gateway.start()
     return gateway
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.router.accounts import Charge, WorkerAccount
 from tandem.router.errors import ApiError, internal_error
+from tandem.router.journey import count_tokens, mark
 from tandem.router.policy import RequestView, Route, pick_prefill
 from tandem.router.workers import Mailbox, WorkerLost
 from tandem.workers.protocol import Cancel, Failed, FinishChoice, NeedPrefill, Started, Submit, UsePrefill
@@ -80,6 +81,7 @@ class Attempt:
                     case Started():
                         self._release_reader()
                         self._count_start(event)
+                        _mark_start(event)
                         await sink.started(event)
                     case NeedPrefill():
                         self._use_another_prefill(event)
@@ -106,6 +108,7 @@ class Attempt:
         self._running.difference_update(chunk.choice for chunk in taken if chunk.finish_reason is not None)
         if not taken:
             return
+        count_tokens(sum(len(chunk.token_ids) for chunk in taken))
         for choice in await sink.tokens(taken):
             self._generation.finish(choice)
             if choice in self._running and not self._generation.is_finished:
@@ -184,3 +187,15 @@ def _translated(failure: Failed) -> ApiError:
     if failure.code == "timeout":
         return ApiError(504, "The request was not finished in time.", type="server_error", code="timeout")
     return ApiError(400, failure.message, param=failure.param, code=failure.code)
+
+
+def _mark_start(event: Started) -> None:
+    mark(
+        "started",
+        path=event.path,
+        prefill=event.prefill_worker,
+        decode=event.decode_worker,
+        num_cached_tokens=event.cached.total,
+        queue_s=event.queue_s,
+        handover_s=event.handover_s,
+    )

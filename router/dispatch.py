@@ -28,6 +28,7 @@ from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, nobody_left
 from tandem.router.index.reader import IndexReader
 from tandem.router.index.scripts import Holder
+from tandem.router.journey import mark
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RequestView, Route, route
 from tandem.router.workers import WorkerLink, WorkerSet
@@ -141,6 +142,7 @@ class Generation:
                 raise nobody_left("Several workers failed while serving this request. Please try again.")
             self._num_migrations += 1
             metrics.migrations.labels(reason).inc()
+            mark("moved", worker=attempt.route.decode, reason=reason)
             logger.info("request %s leaves worker %s (%s)", self._request.request_id, attempt.route.decode, reason)
 
     async def look_up(self) -> None:
@@ -167,6 +169,7 @@ class Generation:
         metrics = self.dispatcher.metrics
         metrics.router_decision.observe(self._lookup_s + time.perf_counter() - began)
         metrics.predicted_ttft.observe(chosen.ttft_s)
+        mark("routed", prefill=chosen.prefill, decode=chosen.decode, predicted_s=chosen.ttft_s)
         self._note_routed(chosen)
         self._booked = Attempt(self, chosen, self._remaining_request(), self._view)
 

@@ -30,6 +30,7 @@ from tandem.router.errors import ApiError, internal_error, nobody_left, shutting
 from tandem.router.grammar_check import GrammarChecker
 from tandem.router.http import request_id
 from tandem.router.index.reader import IndexReader
+from tandem.router.journey import JourneyLog
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.endpoint import LAST_WORDS_S, House
 from tandem.router.responses.store import ResponseStore
@@ -62,6 +63,7 @@ class Gateway:
         self.index: IndexReader | None = None
         self.app: ASGIApp = KeyCheck(self._public_app(), config.api_keys)
         self.admin_app: ASGIApp = self._admin_app()
+        self.journeys = JourneyLog()
         self._house: House | None = None
         self._grammars: GrammarChecker | None = None
 
@@ -78,7 +80,9 @@ class Gateway:
         closing: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
         self._grammars = GrammarChecker(self.config.tokenizer_folder, tokenizer.vocab_size, tokenizer.eos_token_ids)
         self._house = House(
-            *(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing), self._grammars
+            *(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing),
+            self._grammars,
+            self.journeys,
         )
 
     def _load_tokenizer(self) -> Tokenizer:
@@ -137,6 +141,13 @@ class Gateway:
         @app.get("/cluster")
         async def cluster() -> Response:
             return JSONResponse(health.describe_cluster(self.config, self.workers, redis_up=self.is_index_up))
+
+        @app.get("/trace/{request_id}")
+        async def trace(request_id: str) -> Response:
+            journey = self.journeys.find(request_id)
+            if journey is None:
+                return JSONResponse({"error": "no such request, or it was long ago"}, 404)
+            return JSONResponse(journey.described())
 
         self._add_health(app)
         return app

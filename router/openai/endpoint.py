@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -23,7 +23,8 @@ from tandem.router.dispatch import Dispatcher, Generation, enter_together, run_a
 from tandem.router.errors import ApiError, Cancelled, ClientDisconnected, bad_request, internal_error, too_slow
 from tandem.router.form import Form, Naming
 from tandem.router.grammar_check import GrammarChecker
-from tandem.router.http import caller, check_json, read_body, request_id, send_error, until_disconnect
+from tandem.router.http import caller, check_json, header, read_body, request_id, send_error, until_disconnect
+from tandem.router.journey import JourneyLog, mark
 from tandem.router.metrics import Outcome, RouterMetrics
 from tandem.router.plan import Plan
 from tandem.router.reply import PromptSink, Reply, StreamReply, WholeReply
@@ -69,6 +70,7 @@ class House:
     closing: asyncio.Future[ApiError]
     """Done when requests that still run must be ended, with what to tell their clients."""
     grammars: GrammarChecker
+    journeys: JourneyLog = field(default_factory=JourneyLog)
 
 
 class GenerationEndpoint:
@@ -93,12 +95,15 @@ class GenerationEndpoint:
         house.metrics.started.inc()
         exchange = _Exchange(house, scope, send, arrived, self._error_body)
         outcome: Outcome = "cancelled"
-        try:
-            with house.admission.open_door():
-                outcome = await self._serve(exchange, scope, receive)
-        finally:
-            house.metrics.requests.labels(outcome).inc()
-            house.metrics.request_duration.observe(time.perf_counter() - arrived)
+        trace_parent = (header(scope, b"traceparent") or b"").decode("latin-1")
+        with house.journeys.following(exchange.request_id, scope["path"], trace_parent) as journey:
+            try:
+                with house.admission.open_door():
+                    outcome = await self._serve(exchange, scope, receive)
+            finally:
+                journey.outcome = outcome
+                house.metrics.requests.labels(outcome).inc()
+                house.metrics.request_duration.observe(time.perf_counter() - arrived)
 
     async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> Outcome:
         config = exchange.house.config
@@ -158,6 +163,7 @@ class GenerationEndpoint:
         except RequestError as error:
             raise bad_request(f"{error}.", param=error.param) from error
         await _check_grammar(house.grammars, plan)
+        mark("prepared", num_prompts=len(plan.prompts), num_prompt_tokens=sum(map(len, plan.prompts)))
         salt = cache_salt(house.config.cluster_key, exchange.caller, plan.cache_salt)
         with house.admission.admit(plan.num_sequences, sum(map(len, plan.prompts))):
             generations = [

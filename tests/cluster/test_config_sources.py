@@ -51,6 +51,7 @@ def test_every_setting_has_a_twin_in_the_environment(field: str) -> None:
         "worker_host": "10.0.0.0/8",
         "worker_ports": "7400-7499",
         "transfer_ports": "7500-7599",
+        "otlp_endpoint": "http://h:4318",
         "redis_url": "redis://h",
         "cluster_key": "k" * 16,
         "address": "auto",

