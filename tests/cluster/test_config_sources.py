@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from tandem.cluster.config import ClusterConfig, load_settings
-from tandem.cluster.config_sources import explain, parse_text, variable
+from tandem.cluster.config_sources import Setting, explain, layer, variable
 from tandem.workers.errors import UserError
 
 
@@ -33,35 +34,29 @@ def test_each_source_wins_over_those_behind_it(file: Path) -> None:
     assert shown["block_size"] == ("32", "default")
 
 
+def a_text_of(kind: Any) -> tuple[str, Any]:
+    """A text that the environment may hold for a setting of this type, and the value that it stands for."""
+    kinds = [each for each in get_args(kind) if each is not type(None)] if get_origin(kind) is UnionType else [kind]
+    if get_origin(kinds[0]) is Literal:
+        value = get_args(kinds[0])[-1]
+        return str(value), value
+    known: dict[Any, tuple[str, Any]] = {
+        str: ("words", "words"),
+        int: ("7", 7),
+        float: ("2.5", 2.5),
+        bool: ("true", True),
+        tuple[str, ...]: ("a,b", ("a", "b")),
+        dict[str, float]: ("a=1,b=0.5", {"a": 1.0, "b": 0.5}),
+    }
+    return known[kinds[0]]
+
+
 @pytest.mark.parametrize("field", ClusterConfig.__struct_fields__)
 def test_every_setting_has_a_twin_in_the_environment(field: str) -> None:
-    default = ClusterConfig(model="m")
-    value = getattr(default, field)
-    given = {
-        "model": "m",
-        "transfer": "nccl",
-        "device": "cpu",
-        "dtype": "float32",
-        "placement": "spread",
-        "log_format": "json",
-        "metrics_compat": "vllm",
-        "host": "0.0.0.0",
-        "admin_host": "::",
-        "port": "80",
-        "worker_host": "10.0.0.0/8",
-        "worker_ports": "7400-7499",
-        "transfer_ports": "7500-7599",
-        "otlp_endpoint": "http://h:4318",
-        "redis_url": "redis://h",
-        "cluster_key": "k" * 16,
-        "address": "auto",
-        "api_key": "a,b",
-        "block_size": "64",
-        "max_num_batched_tokens": "64",
-    }
-    text = given.get(field) or ("a=1,b=0.5" if isinstance(value, dict) else "7")
-    _, settings = load_settings({}, None, {"TANDEM_MODEL": "m", variable(field): text})
-    assert settings[field].value == parse_text(text, get_type_hints(ClusterConfig)[field])
+    fields = get_type_hints(ClusterConfig)
+    text, value = a_text_of(fields[field])
+    settings = layer({}, {variable(field): text}, None, fields)
+    assert settings == {field: Setting(value, f"environment {variable(field)}")}
 
 
 @pytest.mark.parametrize(
