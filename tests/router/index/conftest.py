@@ -138,7 +138,7 @@ async def reader(reading: Any) -> IndexReader:
 
 @pytest.fixture
 def until() -> Callable[..., Awaitable[None]]:
-    async def wait(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  what is watched is not ours to notify
                 await asyncio.sleep(0.01)

@@ -139,7 +139,7 @@ async def test_someone_sweeps_without_being_asked(
     await dead.stop()
     await publishing("living", 0)
     await publishing("living too", 0)
-    await until(lambda: server.num_entries() == 0, timeout_s=20)
+    await until(lambda: server.num_entries() == 0)
 
 
 async def test_overflow_states_everything_again_and_withdraws_the_rest(
@@ -191,7 +191,7 @@ async def test_a_flush_is_noticed_within_a_beat(
 ) -> None:
     await publish(publisher, KEYS)
     server.execute("FLUSHALL")
-    await until(lambda: server.num_entries() == 20, timeout_s=10)
+    await until(lambda: server.num_entries() == 20)
 
 
 async def test_a_lease_that_somebody_else_wrote_is_noticed(
@@ -203,7 +203,7 @@ async def test_a_lease_that_somebody_else_wrote_is_noticed(
         server.execute("DEL", bucket(key))
     server.execute("HSET", bucket(b"gone"), b"ne block", owner_tag(W0) + b"\1")
     server.execute("SET", lease(*W0), "12:1")
-    await until(lambda: server.num_entries() == 21, timeout_s=10)
+    await until(lambda: server.num_entries() == 21)
     await until(lambda: server.num_entries() == 20 and publisher.is_settled)
 
 
@@ -211,10 +211,10 @@ async def test_lost_entries_are_stated_again(server: Any, publisher: IndexPublis
     """As after an eviction by a Redis that is short of memory."""
     await publish(publisher, KEYS)
     server.execute("DEL", bucket(KEYS[3]))
-    await until(lambda: server.num_entries() == 20, timeout_s=10)
+    await until(lambda: server.num_entries() == 20)
     publisher._last_restated = time.monotonic()  # not everything again, so soon
     server.execute("DEL", bucket(KEYS[4]))
-    await until(lambda: server.num_entries() == 20, timeout_s=10)
+    await until(lambda: server.num_entries() == 20)
 
 
 async def test_restating_leaves_what_is_there(server: Any, publishing: Any, reader: IndexReader, publish: Any) -> None:
