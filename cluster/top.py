@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cluster.status import STATES, fetch_cluster
+from tandem.cluster.status import MIN_WIDTH, STATES, fetch_cluster
 from tandem.workers.errors import UserError
 
 BAR_WIDTH = 24
@@ -141,6 +141,8 @@ def screen(before: Sample, now: Sample) -> Group:
 def run_top(url: str, *, interval_s: float, rounds: int | None = None) -> None:
     """Until Ctrl-C, or for so many rounds. Raises `UserError` when the cluster is not there at the start."""
     console = Console()
+    if console.width < MIN_WIDTH:
+        console = Console(width=MIN_WIDTH)
     before = take_sample(url)
     with Live(console=console, screen=console.is_terminal and rounds is None, auto_refresh=False) as live:
         while rounds is None or rounds > 0:
