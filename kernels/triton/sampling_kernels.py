@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.ops import GREEDY_TEMPERATURE
+from tandem.kernels.triton.sampling_edits import LARGEST, add_biases, clean, mask, penalise, replace_forbidden
 
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
-_LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 _DIGIT_BITS = tl.constexpr(4)
 _NUM_DIGITS = tl.constexpr(16)
 _NUM_PASSES = tl.constexpr(8)
@@ -22,15 +22,6 @@ _FIRST_UNIT = tl.constexpr(1 << 28)
 _LOWEST_KEY = tl.constexpr(-(1 << 31))
 _WEIGHT_ONE = tl.constexpr(float(1 << 44))
 _MASK = tl.constexpr(0xFFFFFFFF)
-_CLAIMED = tl.constexpr(1 << 30)  # above every count
-
-
-@triton.jit
-def _clean(logits: tl.tensor) -> tl.tensor:
-    """float32, NaN as the lowest, infinities as the largest finite numbers."""
-    wide = logits.to(tl.float32)
-    wide = tl.where(wide == wide, wide, -_LARGEST)
-    return tl.minimum(tl.maximum(wide, -_LARGEST), _LARGEST)
 
 
 @triton.jit
@@ -209,93 +200,6 @@ def _draw(
 
 
 @triton.jit
-def _penalise(
-    scratch_row_ptr: tl.tensor,
-    count_row_ptr: tl.tensor,
-    history_ptr: tl.tensor,
-    prompt_len: tl.tensor,
-    history_len: tl.tensor,
-    presence: tl.tensor,
-    frequency: tl.tensor,
-    repetition: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Rewrite the logits of the history's tokens. Counts are 0 before and after."""
-    for first in range(0, history_len, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        token = tl.load(history_ptr + index, mask=index < history_len, other=0)
-        tl.atomic_add(count_row_ptr + token, 1, mask=(index >= prompt_len) & (index < history_len), sem="relaxed")
-    tl.debug_barrier()
-    for first in range(0, history_len, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        known = index < history_len
-        token = tl.load(history_ptr + index, mask=known, other=0)
-        claimed = tl.atomic_or(count_row_ptr + token, _CLAIMED, mask=known, sem="relaxed")
-        known = known & (claimed < _CLAIMED)  # of equals, one rewrites the token
-        count = claimed.to(tl.float32)
-        logits = tl.load(scratch_row_ptr + token, mask=known, other=0.0)
-        logits = tl.where(logits > 0, logits / repetition, logits * repetition)
-        logits = logits - frequency * count - tl.where(count > 0, presence, 0.0)
-        tl.store(scratch_row_ptr + token, logits, mask=known)
-    tl.debug_barrier()
-    for first in range(0, history_len, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        token = tl.load(history_ptr + index, mask=index < history_len, other=0)
-        tl.store(count_row_ptr + token, 0, mask=index < history_len)
-
-
-@triton.jit
-def _bias(
-    scratch_row_ptr: tl.tensor,
-    bias_token_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    num_biases: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Add the row's biases to its logits. Their tokens are different ones."""
-    for first in range(0, num_biases, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        known = index < num_biases
-        token = tl.load(bias_token_ptr + index, mask=known, other=0)
-        logits = tl.load(scratch_row_ptr + token, mask=known, other=0.0)
-        logits = _clean(logits + tl.load(bias_ptr + index, mask=known, other=0.0))
-        tl.store(scratch_row_ptr + token, logits, mask=known)
-
-
-@triton.jit
-def _is_allowed(mask_row_ptr: tl.tensor, ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
-    """The tokens' bits. bool"""
-    words = tl.load(mask_row_ptr + ids // 32, mask=ids < vocab_size, other=0)
-    return ((words >> (ids % 32)) & 1) != 0
-
-
-@triton.jit
-def _mask(scratch_row_ptr: tl.tensor, mask_row_ptr: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """The lowest number for every token that may not be chosen."""
-    for first in range(0, vocab_size, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        inside = ids < vocab_size
-        forbidden = inside & ~_is_allowed(mask_row_ptr, ids, vocab_size)
-        tl.store(scratch_row_ptr + ids, tl.full((BLOCK,), -_LARGEST, tl.float32), mask=forbidden)
-
-
-@triton.jit
-def _replace_forbidden(
-    token: tl.tensor, mask_row_ptr: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr
-) -> tl.tensor:
-    """The token if it is allowed, else the lowest that is, or 0."""
-    word = tl.load(mask_row_ptr + token // 32)
-    if ((word >> (token % 32)) & 1) == 0:
-        lowest = vocab_size
-        for first in range(0, vocab_size, BLOCK):
-            ids = first + tl.arange(0, BLOCK)
-            allowed = _is_allowed(mask_row_ptr, ids, vocab_size)
-            lowest = tl.minimum(lowest, tl.min(tl.where(allowed, ids, vocab_size), 0))
-        token = tl.where(lowest < vocab_size, lowest, 0)
-    return token
-
-
-@triton.jit
 def _argmax(row_ptr: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """The largest value and the lowest id that has it."""
     best = float("-inf")
@@ -373,19 +277,19 @@ def sample_kernel(
     scratch_row_ptr = scratch_ptr + wide_row * vocab_size
     for first in range(0, vocab_size, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        logits = _clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=0.0))
+        logits = clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=0.0))
         tl.store(scratch_row_ptr + ids, logits, mask=ids < vocab_size)
     tl.debug_barrier()
     if HAS_CONSTRAINTS:
         num_biases = tl.load(bias_len_ptr + row).to(tl.int32)
         if num_biases > 0:
             bias_start = wide_row * bias_stride
-            _bias(scratch_row_ptr, bias_token_ptr + bias_start, bias_ptr + bias_start, num_biases, BLOCK)
+            add_biases(scratch_row_ptr, bias_token_ptr + bias_start, bias_ptr + bias_start, num_biases, BLOCK)
             tl.debug_barrier()
     if HAS_PENALTIES:
         history_len = tl.load(history_len_ptr + row).to(tl.int32)
         if history_len > 0:
-            _penalise(
+            penalise(
                 scratch_row_ptr,
                 count_ptr + wide_row * vocab_size,
                 history_ptr + wide_row * history_stride,
@@ -401,7 +305,7 @@ def sample_kernel(
         mask_row = tl.load(mask_row_ptr + row)
         one_mask_ptr = mask_ptr + tl.maximum(mask_row, 0) * mask_stride
         if mask_row >= 0:
-            _mask(scratch_row_ptr, one_mask_ptr, vocab_size, BLOCK)
+            mask(scratch_row_ptr, one_mask_ptr, vocab_size, BLOCK)
             tl.debug_barrier()
     best, token = _argmax(scratch_row_ptr, vocab_size, BLOCK)
     temperature = tl.load(temperature_ptr + row)
@@ -426,7 +330,7 @@ def sample_kernel(
         )
     if HAS_CONSTRAINTS:  # noqa: SIM102  the compiler knows this, and only the device the other
         if mask_row >= 0:
-            token = _replace_forbidden(token, one_mask_ptr, vocab_size, BLOCK)
+            token = replace_forbidden(token, one_mask_ptr, vocab_size, BLOCK)
     tl.store(token_ptr + row, token.to(tl.int64))
 
 
@@ -460,18 +364,18 @@ def logprob_kernel(
     place = tl.program_id(0)
     row = tl.load(row_ptr + place)
     logits_row_ptr = logits_ptr + row * logits_stride
-    maximum = -_LARGEST
+    maximum = -LARGEST
     for first in range(0, vocab_size, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        logits = _clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=float("-inf")))
+        logits = clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=float("-inf")))
         maximum = tl.maximum(maximum, tl.max(logits, 0))
     total = (vocab_size * 0).to(tl.float64)
     for first in range(0, vocab_size, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        logits = _clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=0.0))
+        logits = clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=0.0))
         total += tl.sum(tl.where(ids < vocab_size, tl.exp(logits - maximum), 0.0).to(tl.float64), 0)
     log_total = tl.log(total.to(tl.float32))
-    chosen = _clean(tl.load(logits_row_ptr + tl.load(token_ptr + row)))
+    chosen = clean(tl.load(logits_row_ptr + tl.load(token_ptr + row)))
     tl.store(logprob_ptr + place, chosen - maximum - log_total)
     previous = float("inf")
     previous_id = vocab_size * 0
@@ -480,7 +384,7 @@ def logprob_kernel(
         best_id = vocab_size
         for first in range(0, vocab_size, BLOCK):
             ids = first + tl.arange(0, BLOCK)
-            logits = _clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=0.0))
+            logits = clean(tl.load(logits_row_ptr + ids, mask=ids < vocab_size, other=0.0))
             logprobs = logits - maximum - log_total
             is_next = (logprobs < previous) | ((logprobs == previous) & (ids > previous_id))
             is_next = is_next & (ids < vocab_size)
