@@ -456,24 +456,29 @@ async def test_a_second_turn_costs_the_prefill_worker_the_new_tokens(
     await bench.settled()
 
 
-async def test_a_prefill_worker_that_fetches_is_cancelled(bench: Any, make_request: Callable[..., Request]) -> None:
-    plan = FaultPlan()
+@pytest.mark.parametrize("moment", ["asking", "pulling"])
+async def test_a_prefill_worker_that_fetches_is_cancelled(
+    scene: Any, make_request: Callable[..., Request], moment: str
+) -> None:
+    await scene.build()
+    plan, bench = FaultPlan(), scene.bench
     decode = await bench.worker("decode", "d0")
-    source = await bench.worker("aggregated", "a0", transfer="local")
     prefill = await bench.worker("prefill", "p0", wrap=lambda inner, pool: FaultyTransfer(inner, pool, plan))
     make_eager(prefill)
-    request = make_request("r", 600)
-    await (await bench.gateway(source)).ask(request)
-    await prefill.role.peers.get(source.address)
+    await prefill.role.peers.get(scene.behind_proxy)
     gateway = await bench.gateway(decode)
+    if moment == "asking":  # nothing comes before the deadline of 10 s
+        scene.proxy.answers = lambda message: [] if isinstance(message, TicketPart) else [message]
     plan.arm(Delay(0.2))
-    hint = KVSource(address=source.address, num_blocks=37)
-    gateway.submit(renamed(request, "cancelled"), prefill.address, source=hint)
+    hint = KVSource(address=scene.behind_proxy, num_blocks=NUM_BLOCKS)
+    gateway.submit(renamed(scene.request, "cancelled"), prefill.address, source=hint)
     async with asyncio.timeout(5):
         while prefill.engine.counts().incoming == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     gateway.cancel("cancelled")
     await bench.settled(2.0)
-    answer = await gateway.ask(renamed(request, "again"), prefill.address, source=hint)
-    assert answer.started[0].cached == CachedTokens(peer=37 * 16)
+    scene.proxy.answers = lambda message: [message]
+    answer = await gateway.ask(renamed(scene.request, "again"), prefill.address, source=hint)
+    assert answer.outcome == scene.expected.outcome
+    assert answer.started[0].cached == CachedTokens(peer=NUM_BLOCKS * 16)
     await bench.settled(2.0)
