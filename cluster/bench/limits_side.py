@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.kernels.cpu.memory import huge_region
+
 READ_BYTES = 1 << 30
 """Many times any cache."""
 _NUM_COLUMNS = 4096
@@ -60,7 +62,8 @@ def _best_s(kernel: Callable[[], object], repeats: int) -> float:
 
 def _read_kernels(num_threads: int) -> Kernels:
     """Each reads the same READ_BYTES once, on `num_threads` threads."""
-    matrix = torch.zeros(READ_BYTES // 4 // _NUM_COLUMNS, _NUM_COLUMNS)
+    # In huge pages, as our weights and KV are; written, or every page would be the system's one page of zeros.
+    matrix = huge_region(READ_BYTES).view(torch.float32).view(-1, _NUM_COLUMNS).zero_()
     vector = torch.ones(_NUM_COLUMNS)
     array, numpy_vector = matrix.numpy(), vector.numpy()
     parts = np.array_split(array, num_threads)

@@ -25,7 +25,7 @@ from tandem.kernels.capture import Captured
 from tandem.kernels.ops import StepLayout, StepPlan
 from tandem.kernels.reference import ReferenceOps
 from tandem.kernels.tuning_cache import TUNING_FILE
-from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec
+from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec, StepResult
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine, StepOutput, StepTimes
 from tandem.workers.kv_cache import KVCache
@@ -240,6 +240,6 @@ def _tokens(model: ModelConfig, count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(_LOWEST_TOKEN, model.vocab_size), k=count)
 
 
-def _sampled(result: SampledToken | None) -> SampledToken:
-    assert result is not None
+def _sampled(result: StepResult) -> SampledToken:
+    assert isinstance(result, SampledToken)
     return result
