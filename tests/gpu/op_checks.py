@@ -9,7 +9,7 @@ import torch
 from report import Context, Row, close, equal, short
 from torch import Tensor
 
-from tandem.kernels.ops import Penalties, QKNorm, SamplingInputs, StepLayout
+from tandem.kernels.ops import Constraints, Penalties, QKNorm, SamplingInputs, StepLayout
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -161,6 +161,15 @@ def sampling(context: Context) -> Iterator[Row]:
         frequency=(row % 3) * 0.2,
         repetition=1.0 + (row % 4) * 0.1,
     )
+    words = -(-vocab_size // 32)
+    generator = torch.Generator().manual_seed(3)
+    constraints = Constraints(
+        bias_token_ids=(row[:, None] * 37 + torch.arange(4) * 11) % vocab_size,  # tokens of the histories, too
+        biases=random(num_rows, 4) * 5,
+        bias_lens=row % 5,
+        mask_rows=torch.where(row % 3 == 0, row % 7, -1),
+        masks=torch.randint(-(1 << 31), 1 << 31, (7, words), generator=generator).to(torch.int32),
+    )
     inputs = SamplingInputs(
         temperature=(row % 5) * 0.4,
         top_k=torch.tensor([0, 50, 3000])[row % 3],
@@ -170,6 +179,7 @@ def sampling(context: Context) -> Iterator[Row]:
         choice=row % 3,
         position=row * 1_000_003,
         penalties=penalties,
+        constraints=constraints,
         logprob_rows=row,
         num_top_logprobs=5,
     )
@@ -189,23 +199,32 @@ def sampling(context: Context) -> Iterator[Row]:
         part = context.ops.sample(logits[rows].to(device), _rows(there, rows))
         pairs += [(getattr(part, each.name), getattr(whole, each.name)[rows]) for each in fields(whole)]
     yield equal("sample", "batch-invariance", pairs)
+    scored = context.ops.score(logits.to(device), whole.token_ids, 5)
+    yield equal(
+        "score", "as sampled", [(getattr(scored, each.name), getattr(whole, each.name)) for each in fields(whole)]
+    )
 
 
 def _moved_inputs(inputs: SamplingInputs, device: torch.device) -> SamplingInputs:
     assert inputs.penalties is not None
+    assert inputs.constraints is not None
     penalties = Penalties(*(getattr(inputs.penalties, each.name).to(device) for each in fields(Penalties)))
+    constraints = Constraints(*(getattr(inputs.constraints, each.name).to(device) for each in fields(Constraints)))
     changes = {
         each.name: value.to(device)
         for each in fields(SamplingInputs)
         if isinstance(value := getattr(inputs, each.name), Tensor)
     }
-    return replace(inputs, penalties=penalties, **changes)
+    return replace(inputs, penalties=penalties, constraints=constraints, **changes)
 
 
 def _rows(inputs: SamplingInputs, rows: slice) -> SamplingInputs:
     assert inputs.penalties is not None
+    assert inputs.constraints is not None
     penalties = Penalties(*(getattr(inputs.penalties, each.name)[rows] for each in fields(Penalties)))
+    names = ("bias_token_ids", "biases", "bias_lens", "mask_rows")
+    constraints = replace(inputs.constraints, **{name: getattr(inputs.constraints, name)[rows] for name in names})
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position")
     first = torch.zeros(1, dtype=torch.int64, device=inputs.seed.device)
     changes = {name: getattr(inputs, name)[rows] for name in names}
-    return replace(inputs, penalties=penalties, logprob_rows=first, **changes)
+    return replace(inputs, penalties=penalties, constraints=constraints, logprob_rows=first, **changes)
