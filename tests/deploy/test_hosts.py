@@ -1,7 +1,8 @@
 """Three machines, one more, and one that is lost: Ray on each, prefill and decode apart, gateway and Redis in front.
 
-KV travels over TCP here, Redis has the users of the manifests, and Ray keeps its tables in it. The machines are network
-namespaces on a bridge (hosts.py). Takes about a minute, so it runs when asked: `make test-hosts`.
+What runs is what the manifests run: the launcher's command beside Ray's head, the mounted cluster.yaml, the users of
+Redis, Ray's tables in it. KV travels over TCP here. The machines are network namespaces on a bridge (hosts.py). Takes
+about a minute, or two on a busy machine, so it runs when asked: `make test-hosts`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import yaml
 
 if TYPE_CHECKING:
-    from hosts import Host, Network
+    from hosts import NETWORK, Host, Network, reason_to_skip
 else:
-    from hosts import Network, reason_to_skip
+    from hosts import NETWORK, Network, reason_to_skip
 
     Host = Any
 
 REASON = "takes a minute: make test-hosts" if "RUN_HOST_TESTS" not in os.environ else reason_to_skip()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(400)]
 
 MODEL = "smollm2-135m-instruct"
 RAY_PORT, REDIS_PORT = "6379", "6380"
@@ -39,9 +41,10 @@ PROMPTS = [f"Chapter {number}. The history of the city begins by the river. " * 
 class Site:
     """The three machines, and what a client asks of them."""
 
-    def __init__(self, network: Network, users: Path) -> None:
+    def __init__(self, network: Network, folder: Path) -> None:
         self.network = network
-        self.users = users
+        self.users = redis_users(folder)
+        self.config = cluster_file(folder)
         self.front, self.prefill, self.decode = (network.add_host(name) for name in ("front", "prefill", "decode"))
         self.url = f"http://{self.front.address}:8000"
         self.admin_url = f"http://{self.front.address}:8001"
@@ -57,23 +60,22 @@ class Site:
         without_dashboard = ["--num-cpus", "0", "--include-dashboard", "false"]
         wait_until(lambda: answers(front, front.address, int(REDIS_PORT)), 10)
         ray_start(front, "--head", "--port", RAY_PORT, *without_dashboard, *user, **tables)
-        head = (front.address, int(RAY_PORT))
-        wait_until(lambda: answers(front, *head), 30)
         self.join(self.prefill, "prefill")
         self.join(self.decode, "decode")
-        front.spawn(
-            *("tandem", "serve", MODEL, "--address", f"{front.address}:{RAY_PORT}"),
-            *("--host", front.address, "--admin-host", front.address, "--worker-host", "198.18.77.0/24"),
-            *("--prefill-resources", "prefill=1", "--decode-resources", "decode=1", "--placement", "spread"),
-            *("--worker-ports", "7400-7409", "--transfer-ports", "7500-7599", "--worker-threads", "1"),
-            *("--kv-cache-memory-bytes", "200000000", "--tuning-deadline", "0"),
-            *("--router-policy", "least-loaded"),  # long prompts go to the prefill worker, also when all is quiet
-            TANDEM_REDIS_URL=f"redis://tandem:{PASSWORD}@{front.address}:{REDIS_PORT}/0",
-        )
-        wait_until(lambda: is_ok(f"{self.url}/ready"), 90)
+        front.spawn(*launcher_command(), **self.environment(TANDEM_HOST=front.address))
+        wait_until(lambda: is_ok(f"{self.url}/ready"), 180)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Of launcher and gateway, as the manifests have it."""
+        return {
+            "TANDEM_CONFIG": str(self.config),
+            "TANDEM_ADMIN_HOST": self.front.address,
+            "TANDEM_REDIS_URL": f"redis://tandem:{PASSWORD}@{self.front.address}:{REDIS_PORT}/0",
+        } | more
 
     def join(self, host: Host, resource: str) -> None:
         address = f"{self.front.address}:{RAY_PORT}"
+        wait_until(lambda: answers(host, self.front.address, int(RAY_PORT)), 30)
         ray_start(host, "--address", address, "--num-cpus", "1", "--resources", f'{{"{resource}": 1}}')
 
     def worker(self, worker_id: str) -> dict[str, Any]:
@@ -98,6 +100,26 @@ def redis_users(folder: Path) -> Path:
     digest = hashlib.sha256(PASSWORD.encode()).hexdigest()
     file.write_text(re.sub(r'\$\(digest "\$\w+"\)', digest, lines[1]) + "\n")
     return file
+
+
+def cluster_file(folder: Path) -> Path:
+    """The file that the manifests mount, for a smaller model and smaller machines."""
+    settings = yaml.safe_load((DEPLOY / "k8s" / "base" / "cluster.yaml").read_text())
+    assert settings["address"] == "auto"
+    settings |= {"model": MODEL, "prefill": 1, "decode": 1, "worker-threads": 1, "tuning-deadline": 0}
+    settings |= {"kv-cache-memory-bytes": 200_000_000, "worker-host": NETWORK}
+    settings["router-policy"] = "least-loaded"  # long prompts go to the prefill worker, also when all is quiet
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+def launcher_command() -> list[str]:
+    """What the manifests run beside Ray's head."""
+    cluster = yaml.safe_load((DEPLOY / "k8s" / "base" / "raycluster.yaml").read_text())
+    containers = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    command: list[str] = next(each["command"] for each in containers if each["name"] == "launcher")
+    return command
 
 
 def ray_start(host: Host, *arguments: str, **environment: str) -> None:
@@ -141,7 +163,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         **{name: os.environ[name] for name in ("TANDEM_CACHE_DIR", "PYTHONPATH") if name in os.environ},
     }
     with Network(tmp_path_factory.mktemp("hosts"), environment) as network:
-        site = Site(network, redis_users(tmp_path_factory.mktemp("redis")))
+        site = Site(network, tmp_path_factory.mktemp("site"))
         try:
             site.start()
         except BaseException:
@@ -175,8 +197,8 @@ def what_is_announced_can_be_reached(site: Site) -> None:
 
 def another_gateway_gives_the_same_answers(site: Site, expected: Any) -> None:
     site.front.spawn(
-        *("tandem", "gateway", MODEL, "--cluster-url", site.admin_url, "--host", site.front.address),
-        *("--port", "8100", "--admin-host", site.front.address, "--admin-port", "8101"),
+        *("tandem", "gateway", "--cluster-url", site.admin_url, "--port", "8100", "--admin-port", "8101"),
+        **site.environment(TANDEM_HOST=site.front.address),
     )
     url = f"http://{site.front.address}:8100"
     wait_until(lambda: is_ok(f"{url}/ready"), 30)
