@@ -9,7 +9,7 @@ PACKAGES := kernels workers router cluster
 # Without it the folder `kernels` of this checkout would shadow other packages of that name.
 export PYTHONSAFEPATH = 1
 
-.PHONY: serve test test-hosts lint types unit install lock clean
+.PHONY: serve test test-hosts lint types unit clients install lock clean
 
 serve: .venv/.installed
 	exec $(BIN)/tandem serve $(MODEL) $(ARGS)
@@ -29,6 +29,12 @@ unit: .venv/.installed
 # Three machines as network namespaces: needs root and `ip`, and a minute; not part of `make test`.
 test-hosts: .venv/.installed
 	RUN_HOST_TESTS=1 $(BIN)/pytest tests/deploy/test_hosts.py $(ARGS)
+
+# Programs of others against the API. Installs 480 MB of them, which takes longer than the tests: not a part of `test`.
+clients: .venv/.installed
+	test -x .clients/bin/python || $(PYTHON) -m venv .clients
+	.clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python tests/clients/serve_scripted.py .clients/bin/python
 
 install: .venv/.installed
 
@@ -55,4 +61,4 @@ lock:
 	mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf .venv .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .clients .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -202,7 +202,8 @@ async def _check_grammar(grammars: GrammarChecker, plan: Plan) -> None:
     except ApiError as error:
         if error.status != 400:
             raise
-        raise bad_request(error.message, param=plan.grammar_field, code=error.code) from error
+        message = f"Invalid value for '{plan.grammar_field}': {error.message}"
+        raise bad_request(message, param=plan.grammar_field, code=error.code) from error
 
 
 def check_model(model: str, config: GatewayConfig) -> None:
