@@ -86,9 +86,7 @@ def tool_grammar(tools: Tools, reading: Reading, tokenizer: Tokenizer) -> str | 
         has_marks = tokenizer.token_id("[ARGS]") is not None
         grammar = forced_grammar(reading.calls, strict, parallel=tools.parallel, mark=mark, mistral_has_marks=has_marks)
     elif reading.calls == "hermes" and any(each.is_strict for each in tools.functions):
-        if mark("<tool_call>").startswith("<["):
-            return None
-        grammar = if_called_grammar(tools.functions)
+        grammar = if_called_grammar(tools.functions, mark=mark)
     else:
         return None
     return with_thoughts(grammar, starts_inside=reading.starts_inside, mark=mark) if reading.reasoning else grammar

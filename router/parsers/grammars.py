@@ -55,12 +55,15 @@ def forced_grammar(
     return f"start: call{more}\n" + _call(layout, functions)
 
 
-def if_called_grammar(functions: Sequence[Function]) -> str:
+def if_called_grammar(functions: Sequence[Function], *, mark: TokenMark) -> str:
     """For Hermes' tags: free text and calls in any order, but whatever follows the opening tag is a call."""
-    layout = _layout("hermes", json.dumps)
-    text = f'start: part* rest\npart: free called {layout.closing}\nfree[suffix="<tool_call>"]: /(?s:.*)/\n'
-    rest = 'rest: /(?s:.*)/\ncalled: "\\n"? fn\n'
-    return text + rest + _alternatives("fn", functions, '{"name": "', '", "arguments": ', "}")
+    layout, opening = _layout("hermes", mark), mark("<tool_call>")
+    if opening.startswith("<"):  # a control token: no text can contain it
+        free = f"free: /(?s:.*)/ {opening}\n"
+    else:
+        free = f"free[suffix={opening}]: /(?s:.*)/\n"
+    text = f'start: part* rest\npart: free called {layout.closing}\n{free}rest: /(?s:.*)/\ncalled: "\\n"? fn\n'
+    return text + _alternatives("fn", functions, '{"name": "', '", "arguments": ', "}")
 
 
 def with_thoughts(grammar: str, *, starts_inside: bool, mark: TokenMark) -> str:

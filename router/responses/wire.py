@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -131,11 +132,13 @@ class AskedResponse:
     def plan(self, tokenizer: Tokenizer, config: GatewayConfig) -> Plan:
         """Raises `ApiError`, with fields named as in this API."""
         try:
-            return self._chat().plan(tokenizer, config)
+            plan = self._chat().plan(tokenizer, config)
         except RequestError as error:
             raise renamed(bad_request(f"{error}.", param=error.param), RENAMED) from error
         except ApiError as error:
             raise renamed(error, RENAMED) from error
+        field = plan.grammar_field
+        return dataclasses.replace(plan, grammar_field=None if field is None else RENAMED.get(field, field))
 
     def form(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> Form:
         return ResponseForm(self, plan, tokenizer, naming)

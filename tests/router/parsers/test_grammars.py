@@ -83,7 +83,7 @@ def test_thoughts_may_come_first() -> None:
 
 
 def test_free_text_until_the_mark_of_a_call() -> None:
-    grammar = if_called_grammar(FUNCTIONS)
+    grammar = if_called_grammar(FUNCTIONS, mark=json.dumps)
     for text in ("", "Hello.", f"Well: {HERMES}", f"{HERMES} and {HERMES} so."):
         assert matches(grammar, text)
     for text in ('<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>', "<tool_call>so"):
