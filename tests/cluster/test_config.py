@@ -189,3 +189,24 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, message: s
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read: No such file"):
         load_config({"model": "small"}, tmp_path / "absent.toml")
+
+
+def test_keys_and_templates_from_files(tmp_path: Path) -> None:
+    keys, template = tmp_path / "keys", tmp_path / "template.jinja"
+    keys.write_text("# ours\none\n\n  two  \n")
+    template.write_text("{{ messages }}")
+    given = resolved(
+        api_key=("flag",), api_key_file=str(keys), chat_template=str(template), tool_call_parser="mistral",
+        reasoning_parser="none",
+    )  # fmt: skip
+    gateway = gateway_config(given, b"key", redis_url=None, namespace="n")
+    assert gateway.api_keys == ("flag", "one", "two")
+    assert gateway.chat_template == template
+    assert (gateway.tool_call_parser, gateway.reasoning_parser) == ("mistral", "none")
+    keys.write_text("# none\n")
+    with pytest.raises(UserError, match="--api-key-file .* holds no key: the server would be open"):
+        ClusterConfig(model="m", api_key_file=str(keys))
+    with pytest.raises(UserError, match="--api-key-file .* cannot be read"):
+        ClusterConfig(model="m", api_key_file=str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="--chat-template must be a file"):
+        ClusterConfig(model="m", chat_template=str(tmp_path / "nothing"))

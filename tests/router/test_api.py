@@ -223,6 +223,20 @@ async def test_too_many_at_once(open_house: Any, saying: Any) -> None:
     assert await house.outcomes() == {"cancelled": 1, "rejected": 2}
 
 
+async def test_too_many_prompt_tokens_at_once(open_house: Any) -> None:
+    async def hang(conversation: Conversation) -> None:
+        await asyncio.sleep(60)
+
+    house = await open_house(hang, max_in_flight_tokens=100)
+    # alone, a request may be as large as it likes
+    first = asyncio.create_task(house.http.post(COMPLETIONS, json={"model": "tiny", "prompt": [7] * 150}))
+    await house.until(lambda: house.workers["decode-0"].num_running == 1)
+    response = await house.http.post(COMPLETIONS, json={"model": "tiny", "prompt": [7]})
+    assert_error(response, 429, code="rate_limit_exceeded")
+    first.cancel()
+    await house.until(lambda: house.gateway.admission.num_prompt_tokens == 0)
+
+
 async def test_long_prompts_do_not_hold_up_others(house: Any) -> None:
     """A body of 2 MB is parsed and tokenised elsewhere: the event loop keeps turning."""
     longest = 0.0
