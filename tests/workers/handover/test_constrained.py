@@ -137,3 +137,38 @@ async def test_a_request_may_leave_while_its_grammar_is_compiled(
     assert answer.outcome[0] == {0: [68, 69]}
     assert not gateway.answers["r0"].token_ids
     await bench.settled()
+
+
+@pytest.mark.parametrize("leaves_by", ["cancel", "connection"])
+async def test_a_prefill_worker_forgets_what_it_was_still_compiling_for(
+    bench: Any, make_request: Callable[..., Request], leaves_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = await bench.worker("prefill", "p")
+    decode = await bench.worker("decode", "d")
+    gateway = await bench.gateway(decode)
+    asked, may_end = asyncio.Event(), asyncio.Event()
+    prepare = prefill.engine.grammars.prepare
+
+    async def prepare_slowly(text: str) -> None:
+        asked.set()
+        await may_end.wait()
+        await prepare(text)
+
+    monkeypatch.setattr(prefill.engine.grammars, "prepare", prepare_slowly)
+    gateway.submit(make_request("r", 40, grammar='start: "ab"'), prefill.address)
+    async with asyncio.timeout(10):
+        await asked.wait()
+    if leaves_by == "cancel":
+        gateway.cancel("r")
+    else:
+        for connection in list(prefill._connections):
+            connection.abort()
+    async with asyncio.timeout(10):
+        while prefill.role._preparing:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    may_end.set()
+    if leaves_by == "connection":  # the decode worker reads the prompt itself
+        while not gateway.answers["r"].finish:
+            await gateway.answers["r"].done.wait()
+    await bench.settled()
+    assert prefill.engine.is_idle
