@@ -113,7 +113,7 @@ class WorkerServer:
         self.tiers = create_tiers(config, self.identity, kv_cache, self.metrics, self._on_tier_event)
         self.role = self._create_role(kv_cache)
         if self.tiers is not None:
-            await self.tiers.start()
+            self.tiers.start()
         self.engine.on_outputs = self.role.on_outputs
         self.engine.on_incoming = self.role.on_incoming
         self._tasks = [

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tandem.workers.offload.disk_file import DiskFile, StoredRecord
+from tandem.workers.offload.disk_file import DiskError, DiskFile, StoredRecord
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed
 from tandem.workers.offload.records import EvictionOrder, Record, TierEvent, nobody_listens
 
@@ -210,7 +210,10 @@ class DiskTier:
     def _open_and_scan(self) -> tuple[DiskFile, list[StoredRecord], float]:
         file = self._open_file()
         try:
-            return file, file.scan(), file.probe(self._buffer)
+            found = file, file.scan(), file.probe(self._buffer)
+            if self._is_closed:  # nobody waits for the file any more
+                raise DiskError("closed while it was opened")
+            return found
         except BaseException:
             file.close()
             raise

@@ -67,7 +67,7 @@ class _Job:
 
 
 class Tiers:
-    """What `Scheduler.tiers` and `PrefixCache.on_evict` ask and tell, and `restore`. `disk` is opened by `start`."""
+    """What `Scheduler.tiers` and `PrefixCache.on_evict` ask and tell, and `restore`. Call `start` first."""
 
     def __init__(
         self, memory: PoolMemory, block_size: int, host: HostTier, disk: DiskTier | None, metrics: WorkerMetrics
@@ -86,8 +86,8 @@ class Tiers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    async def start(self) -> None:
-        """Find out what the disk holds, and how fast memory is copied."""
+    def start(self) -> None:
+        """Find out how fast memory is copied and, in time, what the disk holds: a slow one delays no worker's start."""
         started = time.perf_counter()
         slot, _ = self._host.take_slot()
         if slot is not None:
@@ -97,7 +97,7 @@ class Tiers:
             self._host_path.start_at(self._memory.block_bytes / max(time.perf_counter() - started, 1e-9))
             self._host.give_back(slot)
         if self._disk is not None:
-            await self._disk.open()
+            self._spawn(self._disk.open(), "open the disk tier")
 
     async def close(self) -> None:
         """Blocks on their way are lost, except those that a thread is copying at this moment."""

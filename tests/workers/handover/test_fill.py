@@ -90,6 +90,7 @@ async def test_disk_outlives_the_worker(bench: Any, make_request: Callable[..., 
     await first.stop()
     second = await bench.worker("aggregated", "a0", epoch=1, **disk)
     make_eager(second)
+    await bench.settled()  # the disk is read beside the start
     again = await (await bench.gateway(second)).ask(request)
     assert again.outcome == cold.outcome
     assert again.started[0].cached == CachedTokens(disk=NUM_BLOCKS * 16)

@@ -108,8 +108,9 @@ async def make_stage(disk_path: Path) -> Any:
             opened = open_file or (lambda: DiskFile(disk_path, disk, BLOCK_BYTES, BLOCK_SIZE, NAMESPACE))
             tier = DiskTier(opened, disk, BLOCK_BYTES, lambda event: metrics.count("disk", event=event), stage.on_event)
         stage.tiers = Tiers(memory, BLOCK_SIZE, HostTier(host, spare, BLOCK_BYTES, stage.on_event), tier, metrics)
-        await stage.tiers.start()
         stages.append(stage)
+        stage.tiers.start()
+        await stage.rest()
         return stage
 
     yield make
