@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +24,38 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+        culprit = _culprit(body)
+        place = "" if culprit is None else f" at '{culprit}'"
+        message = f"The request body is not valid JSON{place}: {error}."
+        raise bad_request(message, param=culprit, code="invalid_json") from error
     if not isinstance(content, dict):
         raise bad_request("The request body must be a JSON object.", code="invalid_json")
     return content
+
+
+def _culprit(body: bytes) -> str | None:
+    """The field that makes a body no JSON although a lenient parser takes it: a NaN, an infinity, half a surrogate
+    pair."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    todo: list[tuple[str, Any]] = [("", content)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(f"{path}.{key}" if path else key, each) for key, each in reversed(value.items())]
+        elif isinstance(value, list):
+            todo += [(f"{path}[{number}]", each) for number, each in reversed(list(enumerate(value)))]
+        elif _is_no_json(value):
+            return path if not _is_no_json(path) else None
+    return None
+
+
+def _is_no_json(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def without_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

@@ -204,9 +204,9 @@ def test_keys_and_templates_from_files(tmp_path: Path) -> None:
     assert gateway.chat_template == template
     assert (gateway.tool_call_parser, gateway.reasoning_parser) == ("mistral", "none")
     keys.write_text("# none\n")
-    with pytest.raises(UserError, match="--api-key-file .* holds no key: the server would be open"):
+    with pytest.raises(UserError, match=r"--api-key-file .* holds no key: the server would be open"):
         ClusterConfig(model="m", api_key_file=str(keys))
-    with pytest.raises(UserError, match="--api-key-file .* cannot be read"):
+    with pytest.raises(UserError, match=r"--api-key-file .* cannot be read"):
         ClusterConfig(model="m", api_key_file=str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="--chat-template must be a file"):
         ClusterConfig(model="m", chat_template=str(tmp_path / "nothing"))

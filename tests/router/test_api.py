@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -165,6 +166,16 @@ async def test_what_is_not_json(doorstep: Any, body: bytes) -> None:
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert await doorstep.outcomes() == {"rejected": 1}
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", r'"\ud800"', r'"\udfff x"'])
+@pytest.mark.parametrize("path", ["temperature", "stop[1]", "logit_bias.7", "user", "chat_template_kwargs.a[0].b"])
+async def test_what_is_not_json_is_found(doorstep: Any, path: str, value: str) -> None:
+    field = re.split(r"[.\[]", path)[0]
+    holders = {"stop[1]": ["a", "@"], "logit_bias.7": {"7": "@"}, "chat_template_kwargs.a[0].b": {"a": [{"b": "@"}]}}
+    body = json.dumps({"model": "tiny", "messages": MESSAGES, field: holders.get(path, "@")}).replace('"@"', value)
+    response = await doorstep.http.post(CHAT, content=body.encode())
+    assert f"'{path}'" in assert_error(response, 400, param=path, code="invalid_json")
 
 
 async def test_errors_raise_the_clients_own_exceptions(house: Any) -> None:
