@@ -91,6 +91,10 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> Grammar:
     """Raises `RequestError` for a text that is no grammar, or too much of one. Takes up to some 100 ms of work."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"the grammar is longer than {MAX_GRAMMAR_CHARS} characters", param="grammar")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("the grammar holds half a character", param="grammar") from error
     limits = LLParserLimits(
         initial_lexer_fuel=INITIAL_FUEL,
         step_lexer_fuel=STEP_FUEL,

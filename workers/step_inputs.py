@@ -114,9 +114,6 @@ def _build_constraints(specs: Sequence[SampleSpec], masks: Sequence[Mask]) -> Co
     if not words:  # as wide as if there were some: a backend checks shapes, not rows
         vocab_size = next(spec.constraint.vocab_size for spec in specs if spec.constraint is not None)
         words = [np.zeros(-(-vocab_size // 32), np.int32)]
-    if not words:  # as wide as if there were some: a backend checks shapes, not rows
-        vocab_size = next(spec.constraint.vocab_size for spec in specs if spec.constraint is not None)
-        words = [np.zeros(-(-vocab_size // 32), np.int32)]
     places = iter(range(len(words)))
     return Constraints(
         bias_token_ids=torch.from_numpy(bias_token_ids),

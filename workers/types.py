@@ -37,7 +37,8 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     num_logprobs: int | None = None
-    """None: no logprobs. 0: that of the chosen token. k: also the k most likely ones."""
+    """None: no logprobs. 0: that of the chosen token. k: also the k most likely ones. They are of the model's own
+    distribution, before temperature, penalties and constraints."""
     num_prompt_logprobs: int | None = None
     """As `num_logprobs`, for each token of the prompt but the first. The prompt is then read anew, cached or not."""
     beam_width: int | None = None

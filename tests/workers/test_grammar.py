@@ -106,8 +106,11 @@ def test_a_constraint_with_a_grammar_ends_what_cannot_go_on(cache: GrammarCache)
         "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
         'start: %json {"items": ' * 300 + "}" * 300,
         'start: "' + "a" * 300_000 + '"',
+        'start: "\ud800"',
+        "",
+        "\0",
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_what_is_no_grammar_or_too_much_of_one_is_refused_soon(cache: GrammarCache, text: str) -> None:
     cache.get('start: "a"')  # loads the tokenizer
