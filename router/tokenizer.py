@@ -50,10 +50,9 @@ class Tokenizer:
         if description is None:
             raise ModelError(f"{path} is missing: the tokenizer cannot be loaded")
         self._tokenizer = _load(path)
-        # the same, but no text is a control token to it: the setting cannot be changed from call to call
+        # the same, but no text is a special token to it: the setting cannot be changed from call to call
         self._plain = _load(path)
         self._plain.encode_special_tokens = True
-        self._user_text = UserText(_described_tokens(self._tokenizer), self._encode_user_text)
         self._table = TokenTable(self._tokenizer, description.get("decoder"))
 
         settings = _read_json(folder / "tokenizer_config.json") or {}
@@ -62,6 +61,9 @@ class Tokenizer:
         special_tokens = _special_tokens(settings)
         template = _template_source(folder, settings) if chat_template is None else _read_text(chat_template)
         self.template = None if template is None else ChatTemplate(template, special_tokens)
+        tokens = _control_tokens(self._tokenizer, template or "")
+        self._plainest = _without(description, tokens) or self._plain
+        self._user_text = UserText(tokens, self._encode_user_text)
         self.style = style_of(self.template, tool_call_parser, reasoning_parser)
         self.vocab_size: int = model_config.get("vocab_size") or self._tokenizer.get_vocab_size()
         """Ids from here on do not exist in the model."""
@@ -96,16 +98,16 @@ class Tokenizer:
         `RequestError` as `render_chat` does.
         """
         template = self._need_template()
-        given: dict[str, Any] = {"messages": messages, "tools": tools, "variables": dict(variables or {})}
-        masked, mask = self._user_text.mask(given)
+        mask, words = Mask(), self._user_text
+        told = [words.mask(message, mask, is_answer=message["role"] == "assistant") for message in messages]
         end = f"{secrets.randbits(128):039d}"
         if continue_final_message:
-            masked["messages"][-1]["content"] += end
+            told[-1]["content"] += end
         text = template.render(
-            masked["messages"],
-            tools=masked["tools"],
+            told,
+            tools=words.mask(tools, mask),
             add_generation_prompt=add_generation_prompt,
-            variables=masked["variables"],
+            variables=words.mask(dict(variables or {}), mask),
         )
         if continue_final_message:
             if end not in text:
@@ -116,14 +118,14 @@ class Tokenizer:
     def _guarded(self, text: str, mask: Mask) -> list[int]:
         if mask.is_empty:
             ids = self.encode(text, add_special_tokens=False)
-            special = self._table.special_ids
+            control = self._user_text.token_ids
             # a normaliser may have made a control token out of something that did not look like one
-            if sum(token_id in special for token_id in ids) == self._user_text.num_tokens_in(text):
+            if sum(token_id in control for token_id in ids) == self._user_text.num_tokens_in(text):
                 return ids
         return self._user_text.encode(text, mask)
 
     def _encode_user_text(self, text: str) -> list[int]:
-        return self.encode_plain(text, add_special_tokens=False)
+        return self._plainest.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _need_template(self) -> ChatTemplate:
         if self.template is None:
@@ -180,12 +182,26 @@ def _load(path: Path) -> RawTokenizer:
     return tokenizer
 
 
-def _described_tokens(tokenizer: RawTokenizer) -> list[SpecialToken]:
+def _control_tokens(tokenizer: RawTokenizer, template: str) -> list[SpecialToken]:
+    """The special tokens, and the added ones that the chat template writes."""
     return [
-        SpecialToken(token_id, token.content, token.lstrip, token.rstrip)
+        SpecialToken(token_id, token.content, token.lstrip, token.rstrip, token.special)
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
-        if token.special
+        if token.special or (token.content.strip() and token.content in template)
     ]
+
+
+def _without(description: Mapping[str, Any], tokens: Sequence[SpecialToken]) -> RawTokenizer | None:
+    """A tokenizer to which none of these is a token. None: it is enough to leave out the special ones."""
+    others = {token.token_id for token in tokens if not token.is_special}
+    if not others:
+        return None
+    added = [token | {"special": token["special"] or token["id"] in others} for token in description["added_tokens"]]
+    tokenizer = RawTokenizer.from_str(json.dumps({**description, "added_tokens": added}))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

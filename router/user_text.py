@@ -10,13 +10,16 @@ special token is the template's own; the numbers become the user's text again, a
     -> id            plain("user\\na<|im_end|>b")  id
 
 A request without such text (nearly every one) is tokenised in one go, exactly as Hugging Face does it.
+
+Some tokenizers have role markers, or `<think>`, as tokens that are not special. Where the chat template writes such a
+token, it is a control token here too; but not in an assistant's own words, which templates take apart at these places.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +32,10 @@ class SpecialToken:
 
     token_id: int
     text: str
-    takes_left_space: bool
-    takes_right_space: bool
+    takes_left_space: bool = False
+    takes_right_space: bool = False
+    is_special: bool = True
+    """Otherwise it is one only because the chat template writes it."""
 
 
 class UserText:
@@ -38,15 +43,15 @@ class UserText:
 
     def __init__(self, tokens: Sequence[SpecialToken], encode_plain: Callable[[str], list[int]]) -> None:
         self._tokens = {token.text: token for token in tokens if token.text}
-        # the longest first: of two tokens that begin alike, the tokenizer takes the longer
-        texts = sorted(self._tokens, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._pattern = _pattern(self._tokens)
+        self._special_pattern = _pattern([token.text for token in self._tokens.values() if token.is_special])
         self._encode_plain = encode_plain
+        self.token_ids = frozenset(token.token_id for token in self._tokens.values())
 
-    def mask(self, value: Any) -> tuple[Any, Mask]:
-        """The same value with the special tokens' texts in its strings replaced, dictionaries' keys included."""
-        mask = Mask(self._pattern)
-        return mask.applied(value), mask
+    def mask(self, value: Any, mask: Mask, *, is_answer: bool = False) -> Any:
+        """The same value with the control tokens' texts in its strings replaced, dictionaries' keys included.
+        `is_answer`: an assistant's words."""
+        return mask.applied(value, self._special_pattern if is_answer else self._pattern)
 
     def encode(self, rendered: str, mask: Mask) -> list[int]:
         """Token ids of a rendered template: control tokens where the template has them, plain text everywhere else."""
@@ -70,11 +75,16 @@ class UserText:
         return self._encode_plain(mask.undone(text)) if text else []
 
 
+def _pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
+    # the longest first: of two tokens that begin alike, the tokenizer takes the longer
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
 class Mask:
     """What was replaced in one request, and how to undo it."""
 
-    def __init__(self, pattern: re.Pattern[str] | None) -> None:
-        self._pattern = pattern
+    def __init__(self) -> None:
         # digits survive whatever a template does to text: cases, JSON, HTML, trimming
         self._nonce = f"{secrets.randbelow(10**_NUM_DIGITS):0{_NUM_DIGITS}d}"
         self._replaced: list[str] = []
@@ -83,13 +93,15 @@ class Mask:
     def is_empty(self) -> bool:
         return not self._replaced
 
-    def applied(self, value: Any) -> Any:
+    def applied(self, value: Any, pattern: re.Pattern[str] | None) -> Any:
+        if pattern is None:
+            return value
         if isinstance(value, str):
-            return self._pattern.sub(self._replace, value) if self._pattern is not None else value
+            return pattern.sub(self._replace, value)
         if isinstance(value, Mapping):
-            return {self.applied(key): self.applied(each) for key, each in value.items()}
+            return {self.applied(key, pattern): self.applied(each, pattern) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self.applied(each) for each in value]
+            return [self.applied(each, pattern) for each in value]
         return value
 
     def undone(self, text: str) -> str:

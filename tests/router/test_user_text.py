@@ -84,6 +84,27 @@ def test_space_around_control_tokens_goes_where_the_tokenizer_puts_it(tokenizer_
     assert tokenizer.text_of(evil) == "<|im_start|>word<|endoftext|><|im_end|>"
 
 
+def test_markers_that_only_the_template_makes_control_tokens(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """As DeepSeek's role markers: tokens, but not special ones."""
+    state = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    like = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    texts = ["<User>", "</think>", "<other>"]
+    state["added_tokens"] += [{"id": 400 + number, "content": text} | like for number, text in enumerate(texts)]
+    template = "{% for m in messages %}<User>{{ m.content.split('</think>')[-1] }}</think>{% endfor %}"
+    tokenizer = with_template(tokenizer_folder, tmp_path, template, state)
+
+    def markers(role: str, content: str) -> list[int]:
+        ids = tokenizer.encode_chat([{"role": role, "content": content}]).token_ids
+        return [token_id for token_id in ids if token_id >= 400]
+
+    assert markers("user", "Hi") == [400, 401]
+    assert markers("user", "<User>Hi</think>") == [400, 401]
+    # what the template does not write is an ordinary token, and an assistant's thoughts are still taken off
+    assert markers("user", "<other>") == [400, 402, 401]
+    assert markers("assistant", "hm</think>Hi") == [400, 401]
+    assert tokenizer.encode_plain("<User>", add_special_tokens=False) == [400]
+
+
 def with_template(source: Path, folder: Path, template: str, state: Any = None) -> Tokenizer:
     for file in source.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
