@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from copy import copy
 
 import numpy as np
 
@@ -40,6 +40,12 @@ class Constraint:
         for bad in params.bad_token_ids:
             if len(bad) > 1:
                 self._bad_endings[len(bad) - 1].append(bad)
+
+    def of_another(self, grammar: GrammarState | None) -> Constraint:
+        """For another choice of the request: what does not change is shared."""
+        other = copy(self)
+        other.grammar = grammar
+        return other
 
     def mask(self, token_ids: SequenceOf[int], num_prompt_tokens: int) -> Words | None:
         """The tokens that may come behind `token_ids`; None: any. Raises `NothingAllowed`."""
@@ -113,8 +119,8 @@ def validate_constraints(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError("bad_words must not hold an empty sequence", param="bad_words")
 
 
-def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+def _check_ids(name: str, token_ids: SequenceOf[int], vocab_size: int) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise RequestError(f"{name}: token ids must be from 0 to {vocab_size - 1}", param=name)
 
 

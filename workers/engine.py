@@ -27,7 +27,7 @@ from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
 from tandem.workers.constraint import Constraint, needs_constraint, validate_constraints
 from tandem.workers.errors import RequestError
-from tandem.workers.grammar import GrammarCache
+from tandem.workers.grammar import GrammarCache, GrammarState
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
 from tandem.workers.sequence import BeamGroup, Sequence, Status
@@ -195,7 +195,6 @@ class Engine:
                 wants_remote=wants_remote,
                 hold=hold,
                 retention=request.retention,
-                constraint=self._constraint(request.sampling),
                 beams=beams,
                 num_source_blocks=num_source_blocks,
                 status=Status.BLOCKED,
@@ -203,6 +202,7 @@ class Engine:
             )
             for choice in sorted(request.choices, key=lambda choice: choice.index)
         ]
+        self._constrain(sequences)
         leader, *siblings = sequences
         if beams is None:
             leader.siblings = siblings  # beams are let go by the search
@@ -462,12 +462,20 @@ class Engine:
 
     # Inside
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
+    def _constrain(self, sequences: list[Sequence]) -> None:
+        """Each has its own place in the grammar; what else there is belongs to all choices."""
+        params = sequences[0].params
         if not needs_constraint(params):
+            return
+        constraint = Constraint(params, self.vocab_size)
+        for sequence in sequences:
+            sequence.constraint = constraint.of_another(self._start_grammar(params.grammar))
+
+    def _start_grammar(self, text: str | None) -> GrammarState | None:
+        if text is None:
             return None
-        assert params.grammar is None or self.grammars is not None, "not validated"
-        grammar = None if params.grammar is None or self.grammars is None else self.grammars.get(params.grammar)
-        return Constraint(params, self.vocab_size, None if grammar is None else grammar.start())
+        assert self.grammars is not None, "not validated"
+        return self.grammars.get(text).start()
 
     def _execute(self, step: Step) -> tuple[SequenceOf[StepResult] | None, float]:
         """Runs in the runner's thread. Results are None when the runner raised: the batch fails, the worker goes on."""

@@ -93,8 +93,8 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> Grammar:
         raise RequestError(f"the grammar is longer than {MAX_GRAMMAR_CHARS} characters", param="grammar")
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError("the grammar holds half a character", param="grammar") from error
+    except UnicodeEncodeError as half:
+        raise RequestError("the grammar holds half a character", param="grammar") from half
     limits = LLParserLimits(
         initial_lexer_fuel=INITIAL_FUEL,
         step_lexer_fuel=STEP_FUEL,
