@@ -93,6 +93,33 @@ def test_templates_render_as_in_transformers(tokenizer_folder: Path, tmp_path: P
         assert Tokenizer(tmp_path).render_chat(messages) == expected
 
 
+def test_tools_render_as_in_transformers(tokenizer_folder: Path, tmp_path: Path) -> None:
+    for file in tokenizer_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{%- if tools %}{{- '# Tools\n' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}"
+        "{%- endif %}"
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}{%- if m.tool_calls %}"
+        "{%- for call in m.tool_calls %}{%- if call.function %}{%- set call = call.function %}{%- endif %}"
+        '{{- \'<tool_call>\n{"name": "\' + call.name + \'", "arguments": \' }}{{- call.arguments | tojson }}'
+        "{{- '}\n</tool_call>' }}{%- endfor %}{%- endif %}{{- m.content }}{{- '<|im_end|>\n' }}{%- endfor %}"
+    )
+    function = {"name": "f", "description": "<é>", "parameters": {"type": "object", "properties": {"a": {}}}}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "'x' & é"}}}
+    messages: list[Any] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+    ]
+    theirs = transformers_tokenizer(tmp_path)
+    expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode_chat(messages, tools=tools).token_ids == expected
+    assert tokenizer.style.renders_tools
+    assert tokenizer.style.calls == "hermes"
+
+
 @pytest.mark.parametrize("text", ["", " ", "Hello world", "  two  spaces\n", "Grüße 🙂 日本語", "<|im_end|> inside"])
 def test_encode_equals_transformers(tokenizer_folder: Path, tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.encode(text, add_special_tokens=True) == transformers_tokenizer(tokenizer_folder).encode(text)
