@@ -1,7 +1,7 @@
 """Beam search over one prompt: which beams go on and which answers are kept. Pure: no blocks, no steps.
 
     take(beam, logprobs) for each live beam ──> advance() ──> the next beams, each with its parent and its token
-                                                          └─> none: best() are the answers
+                                                          └─> none: answers()
 
 The procedure is that of Hugging Face's `generate`. Of all continuations of all beams the most likely ones are looked
 at, in order: those that end the answer are kept if they are among the first `width`, the first `width` others go on.
@@ -11,9 +11,12 @@ An answer's score is the sum of its logprobs / its length ** length_penalty, the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from tandem.workers.types import FinishReason, SamplingParams, TokenLogprobs
+import msgspec
+
+from tandem.workers.types import Choice, FinishReason, Request, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,16 @@ class Hypothesis:
 class Ended:
     hypothesis: Hypothesis
     score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole choice."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
 
 
@@ -97,10 +110,11 @@ class BeamSearch:
         self._live = live
         return [] if not live or self._is_over(length) else forks
 
-    def best(self, count: int) -> list[Ended]:
-        """The answers, best first, when the search has ended. The last one again where a tiny vocabulary has not so
+    def answers(self, choices: SequenceOf[int]) -> tuple[Answer, ...]:
+        """The best, best first, when the search has ended. The last one again where a tiny vocabulary has not so
         many."""
-        return [self._ended[min(index, len(self._ended) - 1)] for index in range(count)]
+        last = len(self._ended) - 1
+        return tuple(_answer(choice, self._ended[min(index, last)]) for index, choice in enumerate(choices))
 
     def _candidates(self) -> list[_Candidate]:
         """All beams' continuations, most likely first; among equals in the order of beams, then as the sampler has
@@ -143,3 +157,18 @@ class BeamSearch:
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / math.pow(length, self._length_penalty)
+
+
+def as_beams(request: Request) -> Request:
+    """One choice per beam, each sampled with its continuations."""
+    width = request.sampling.beam_width
+    assert width is not None, "not a beam search"
+    num_logprobs = num_candidates(request.sampling, width)
+    params = msgspec.structs.replace(request.sampling, temperature=0.0, num_logprobs=num_logprobs)
+    beams = tuple(Choice(index=index) for index in range(width))
+    return msgspec.structs.replace(request, sampling=params, choices=beams)
+
+
+def _answer(choice: int, ended: Ended) -> Answer:
+    hypothesis = ended.hypothesis
+    return Answer(choice, hypothesis.token_ids, hypothesis.logprobs or None, ended.finish_reason)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tandem.workers.beams import Answer
 from tandem.workers.connection import Connection
-from tandem.workers.engine import Answer, Engine, StepOutput
+from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache

@@ -18,10 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
-from tandem.workers.batch import Batch, BatchItem, Refusal, SampledToken, SampleSpec, Scored, ScoreSpec, StepResult
-from tandem.workers.beams import BeamSearch, Ended, num_candidates
+from tandem.workers.batch import Batch, Refusal, SampledToken, Scored, StepResult
+from tandem.workers.beams import Answer, as_beams
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
@@ -30,10 +28,10 @@ from tandem.workers.errors import RequestError
 from tandem.workers.grammar import GrammarCache, GrammarState
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
-from tandem.workers.sequence import BeamGroup, Sequence, Status
+from tandem.workers.sequence import BeamGroup, Sequence, Status, begin_search
+from tandem.workers.step_items import build_batch, num_attended
 from tandem.workers.types import (
     BlockCounts,
-    Choice,
     FillSource,
     FinishReason,
     ModelIdentity,
@@ -62,16 +60,6 @@ class Step:
 
     batch: Batch
     chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole choice."""
-
-    choice: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +166,9 @@ class Engine:
         `release` (prefill worker). `num_source_blocks`: so many first blocks of the prompt a peer is said to hold.
         """
         self.validate(request, hold=hold)
-        beams = None if request.sampling.beam_width is None else _beam_group(request, request.sampling.beam_width)
+        beams = begin_search(request)
         if beams is not None:
-            request = _as_beams(request)
+            request = as_beams(request)
         root = root_key(self.config.cluster_key, self.identity, request.salt)
         now = time.monotonic()
         sequences = [
@@ -345,7 +333,7 @@ class Engine:
         for sequence in itertools.chain(incoming, (chunk.sequence for chunk in chunks)):
             if sequence.admitted_at is None:
                 sequence.admitted_at = started
-        step = Step(_batch(chunks), tuple(chunks)) if chunks else None
+        step = Step(build_batch(chunks), tuple(chunks)) if chunks else None
         self._in_flight = tuple(chunks)
         if step is not None and self.before_step is not None:
             self.before_step(step.batch)
@@ -391,7 +379,7 @@ class Engine:
                     execute_s,
                     apply_s,
                     num_decodes=len(step.chunks) - len(reads),
-                    num_attended=sum(map(_num_attended, reads)),
+                    num_attended=sum(map(num_attended, reads)),
                 )
             )
         return outputs
@@ -517,7 +505,7 @@ class Engine:
             return ()
         for sequence in beams.sequences:
             self._finish(sequence)
-        return tuple(map(_answer, beams.choices, beams.search.best(len(beams.choices))))
+        return beams.search.answers(beams.choices)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.token_ids[-1] in sequence.params.stop_token_ids:
@@ -535,61 +523,6 @@ class Engine:
         del choices[sequence.choice]
         if not choices:
             del self._requests[sequence.request_id]
-
-
-def _beam_group(request: Request, width: int) -> BeamGroup:
-    search = BeamSearch(request.sampling, width, request.sampling.max_tokens)
-    return BeamGroup(search, tuple(sorted(choice.index for choice in request.choices)))
-
-
-def _as_beams(request: Request) -> Request:
-    """One choice per beam, each sampled with its continuations."""
-    params, width = request.sampling, request.sampling.beam_width or 1
-    params = msgspec.structs.replace(params, temperature=0.0, num_logprobs=num_candidates(params, width))
-    return msgspec.structs.replace(
-        request, sampling=params, choices=tuple(Choice(index=index) for index in range(width))
-    )
-
-
-def _answer(choice: int, ended: Ended) -> Answer:
-    hypothesis = ended.hypothesis
-    return Answer(choice, hypothesis.token_ids, hypothesis.logprobs or None, ended.finish_reason)
-
-
-def _num_attended(item: BatchItem) -> int:
-    """Each token attends to all before it and to itself."""
-    num_tokens = len(item.token_ids)
-    return num_tokens * item.start + num_tokens * (num_tokens + 1) // 2
-
-
-def _batch(chunks: list[Chunk]) -> Batch:
-    copies = tuple(chunk.sequence.copy for chunk in chunks if chunk.sequence.copy is not None)
-    return Batch(tuple(map(_item, chunks)), copies)
-
-
-def _item(chunk: Chunk) -> BatchItem:
-    sequence = chunk.sequence
-    end = sequence.num_computed + chunk.num_tokens
-    sample = None
-    if end == len(sequence.token_ids):
-        sample = SampleSpec(
-            *(sequence.params, sequence.choice, end, sequence.token_ids, sequence.num_prompt_tokens),
-            sequence.constraint,
-        )
-    return BatchItem(
-        *(sequence.token_ids[sequence.num_computed : end], sequence.num_computed, sequence.block_ids, sample),
-        _score(sequence, end),
-    )
-
-
-def _score(sequence: Sequence, end: int) -> ScoreSpec | None:
-    """Of the prompt's tokens that follow those computed now."""
-    num_top = sequence.params.num_prompt_logprobs
-    if num_top is None or not sequence.needs_scores:
-        return None
-    assert len(sequence.prompt_logprobs) == sequence.num_computed, "tokens that nobody scored"
-    last = min(end + 1, sequence.num_prompt_tokens)
-    return ScoreSpec(sequence.token_ids[sequence.num_computed + 1 : last], num_top)
 
 
 def _scores_prompt(request: Request) -> bool:

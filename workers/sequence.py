@@ -24,7 +24,7 @@ from enum import Enum, auto
 from tandem.workers.batch import BlockCopy
 from tandem.workers.beams import BeamSearch
 from tandem.workers.constraint import Constraint
-from tandem.workers.types import CachedTokens, Retention, SamplingParams, TokenLogprobs
+from tandem.workers.types import CachedTokens, Request, Retention, SamplingParams, TokenLogprobs
 
 
 class Status(Enum):
@@ -137,3 +137,12 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
+
+
+def begin_search(request: Request) -> BeamGroup | None:
+    """For a request that is a beam search."""
+    params = request.sampling
+    if params.beam_width is None:
+        return None
+    search = BeamSearch(params, params.beam_width, params.max_tokens)
+    return BeamGroup(search, tuple(sorted(choice.index for choice in request.choices)))
