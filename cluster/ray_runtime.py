@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from pathlib import Path
 
 from tandem.workers.errors import UserError
 
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` writes the address of the head."""
+CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray refuses less than 75 MiB, and we store nothing in it."""
 
@@ -64,12 +68,13 @@ def join_ray(address: str) -> None:
 
     There must be a node of it on this machine: a driver talks to the raylet beside it.
     """
+    found = find_head(address)  # before Ray is asked: it would try for a quarter of an hour, deaf to signals
     import ray
     from ray.exceptions import RayError
 
     try:
         ray.init(
-            address=address,
+            address=found,
             namespace="tandem",
             log_to_driver=False,
             configure_logging=True,
@@ -81,6 +86,25 @@ def join_ray(address: str) -> None:
             f"--address {address}: no Ray to join ({reason}); is `ray start` done on this machine, and are "
             f"RAY_AUTH_MODE and RAY_AUTH_TOKEN those of its head?"
         ) from error
+
+
+def find_head(address: str) -> str:
+    """HOST:PORT of the head, where something listens. "auto" is RAY_ADDRESS, or the cluster that `ray start` joined on
+    this machine. Raises `UserError`."""
+    wanted = address
+    if address == "auto":
+        written = CURRENT_CLUSTER.read_text().strip() if CURRENT_CLUSTER.exists() else ""
+        wanted = os.environ.get("RAY_ADDRESS") or written
+        if not wanted:
+            raise UserError("--address auto: there is no Ray on this machine; run `ray start` first, or name its head")
+    host, _, port = wanted.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"--address {wanted!r} is not of the form HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--address {wanted}: no head of a Ray cluster listens there") from error
+    return wanted
 
 
 def stop_ray() -> None:

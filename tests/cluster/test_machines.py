@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tandem.cluster import ray_runtime
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.logs import JsonFormatter
@@ -79,6 +81,30 @@ def test_a_machine_without_the_model_looks_for_it(monkeypatch: pytest.MonkeyPatc
     found = _at_home(absent, NodeSettings(model="hub/name", network="127.0.0.0/8"), phases.append)
     assert found.model_path == tmp_path
     assert phases == ["looking for the model"]
+
+
+def test_a_head_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_runtime, "CURRENT_CLUSTER", tmp_path / "absent")
+    for address, message in (
+        ("auto", "there is no Ray on this machine"),
+        ("127.0.0.1:1", "no head of a Ray cluster listens there"),
+        ("127.0.0.1:99999999", "no head of a Ray cluster listens there"),
+        ("head", "is not of the form HOST:PORT"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ray_runtime.join_ray(address)
+
+
+def test_auto_is_the_cluster_that_was_joined_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr(ray_runtime, "CURRENT_CLUSTER", file)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        file.write_text(address + "\n")
+        assert ray_runtime.find_head("auto") == address
+        assert ray_runtime.find_head(address) == address
 
 
 @pytest.mark.parametrize(
