@@ -39,7 +39,8 @@ async def refusal(checker: GrammarChecker, text: str) -> str | None:
     try:
         await checker.check(text)
     except ApiError as error:
-        assert error.status == 400
+        if error.status != 400:
+            raise
         return error.message
     return None
 
@@ -103,7 +104,7 @@ async def test_a_helper_that_takes_too_long_is_killed_and_replaced(
 
 async def test_the_event_loop_does_not_feel_a_bomb(checker: GrammarChecker) -> None:
     await checker.check('start: "a"')
-    bombs = [f"start: /((.?a{{{n}}}b?){{{n}}}c?){{{n}}}/" for n in (60, 70, 80, 90)]
+    bombs = [f"start: /{bomb}/" for bomb in ("(a{1000}){1000}", "((a{100}){100}){100}", "(a{1000}){2000}")]
     worst = 0.0
 
     async def tick() -> None:
@@ -114,7 +115,7 @@ async def test_the_event_loop_does_not_feel_a_bomb(checker: GrammarChecker) -> N
             worst = max(worst, time.monotonic() - began)
 
     ticking = asyncio.create_task(tick())
-    await asyncio.gather(*(refusal(checker, bomb) for bomb in bombs))
+    assert all(await asyncio.gather(*(refusal(checker, bomb) for bomb in bombs)))
     ticking.cancel()
     assert worst < 0.25, "a loaded machine lets a loop wait; a compilation in the loop would take longer than this"
 

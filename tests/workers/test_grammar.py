@@ -109,15 +109,16 @@ def test_a_constraint_with_a_grammar_ends_what_cannot_go_on(cache: GrammarCache)
         'start: "\ud800"',
         "",
         "\0",
+        "start: /(a{1000}){1000}/",
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_no_grammar_or_too_much_of_one_is_refused_soon(cache: GrammarCache, text: str) -> None:
     cache.get('start: "a"')  # loads the tokenizer
     started = time.thread_time()
     with pytest.raises(RequestError) as caught:
         cache.get(text)
-    assert time.thread_time() - started < 1.0
+    assert time.thread_time() - started < 3.0
     assert caught.value.param == "grammar"
     assert len(str(caught.value)) < 400
 
