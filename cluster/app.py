@@ -28,7 +28,7 @@ import msgspec
 import uvloop
 
 from tandem.cluster.actors import IndexSettings
-from tandem.cluster.config import ClusterConfig, ResolvedConfig, gateway_config, resolve, resolve_device, worker_configs
+from tandem.cluster.config import ClusterConfig
 from tandem.cluster.guard import guarded
 from tandem.cluster.http_server import StopSignals, running_server
 from tandem.cluster.keys import ClusterKey
@@ -41,6 +41,7 @@ from tandem.cluster.pools import Supervisor
 from tandem.cluster.progress import StartProgress
 from tandem.cluster.ray_runtime import join_ray, prepare_environment, prepare_to_join, start_ray, stop_ray
 from tandem.cluster.redis_server import EmbeddedRedis
+from tandem.cluster.resolve import ResolvedConfig, gateway_config, resolve, resolve_device, worker_configs
 from tandem.router.gateway import Gateway
 from tandem.workers.errors import WorkerUnavailable
 from tandem.workers.types import WorkerAddress

@@ -138,7 +138,7 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    from tandem.cluster.config import CUDA_DEVICE_FILES
+    from tandem.cluster.resolve import CUDA_DEVICE_FILES
 
     if not any(Path(file).exists() for file in CUDA_DEVICE_FILES):
         return Check("gpu", "ok", "none: workers run on the CPU")

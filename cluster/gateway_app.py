@@ -18,12 +18,13 @@ import httpx
 import msgspec
 import uvloop
 
-from tandem.cluster.config import ClusterConfig, ResolvedConfig, gateway_config
+from tandem.cluster.config import ClusterConfig
 from tandem.cluster.http_server import StopSignals, running_server
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
 from tandem.cluster.model_source import resolve_model
 from tandem.cluster.observe import observe
+from tandem.cluster.resolve import ResolvedConfig, gateway_config
 from tandem.router.gateway import Gateway
 from tandem.router.workers import WorkerSet
 from tandem.workers.errors import UserError

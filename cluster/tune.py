@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tandem.cluster.config import load_config, resolve, resolve_device
+from tandem.cluster.config import load_config
 from tandem.cluster.model_cache import cache_folder
 from tandem.cluster.model_source import DtypeChoice, resolve_model
+from tandem.cluster.resolve import resolve, resolve_device
 from tandem.cluster.tune_table import report_as_json, show_report
 from tandem.kernels.autotune import TunableOps, TuningReport, tune
 from tandem.kernels.ops import Ops

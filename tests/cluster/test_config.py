@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster import config
-from tandem.cluster.config import (
-    ClusterConfig,
-    gateway_config,
-    load_config,
-    resolve,
-    worker_configs,
-)
+from tandem.cluster import resolve as resolve_module
+from tandem.cluster.config import ClusterConfig, load_config
 from tandem.cluster.model_source import ResolvedModel
+from tandem.cluster.resolve import gateway_config, resolve, worker_configs
 from tandem.workers.errors import UserError
 from tandem.workers.models.config import ModelConfig, RopeConfig
 
@@ -146,13 +141,13 @@ def test_tiers_must_hold_a_block_and_fit_into_the_machine(tmp_path: Path) -> Non
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(config, "CUDA_DEVICE_FILES", (str(tmp_path / "absent"),))
+    monkeypatch.setattr(resolve_module, "CUDA_DEVICE_FILES", (str(tmp_path / "absent"),))
     with pytest.raises(UserError, match="--device cuda: this machine has no CUDA device"):
-        config.resolve_device("cuda")
-    assert config.resolve_device("auto") == "cpu"
-    monkeypatch.setattr(config, "CUDA_DEVICE_FILES", (str(tmp_path),))
-    assert config.resolve_device("auto") == "cuda"
-    assert config.resolve_device("cpu") == "cpu"
+        resolve_module.resolve_device("cuda")
+    assert resolve_module.resolve_device("auto") == "cpu"
+    monkeypatch.setattr(resolve_module, "CUDA_DEVICE_FILES", (str(tmp_path),))
+    assert resolve_module.resolve_device("auto") == "cuda"
+    assert resolve_module.resolve_device("cpu") == "cpu"
 
 
 def test_the_gateway_knows_what_to_wait_for() -> None:

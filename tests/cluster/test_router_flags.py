@@ -9,7 +9,8 @@ import pytest
 
 from tandem.cluster import cli
 from tandem.cluster.bench import router_cli
-from tandem.cluster.config import ClusterConfig, ResolvedConfig, gateway_config
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.resolve import ResolvedConfig, gateway_config
 from tandem.router.config import GatewayConfig
 from tandem.router.policy import POLICIES, PolicyName
 from tandem.workers.errors import UserError
