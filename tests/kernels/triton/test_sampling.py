@@ -108,6 +108,19 @@ def test_every_step_counts_the_history_anew(ops: Ops) -> None:
     assert [int(ops.sample(logits, inputs).token_ids) for _ in range(3)] == [5, 5, 5]  # twice 0.3 would make it 6
 
 
+def test_a_token_is_penalised_once_however_often_it_was_seen(ops: Ops) -> None:
+    """Next to each other, and further apart than a program looks at once."""
+    logits = torch.zeros(2, 50)
+    logits[:, 5], logits[:, 6] = 10.0, 9.5
+    history = torch.full((2, 1300), 9)
+    history[:, [0, 1, 1200]] = 5
+    none, all_of_it = torch.zeros(2, dtype=torch.int64), torch.tensor([1300, 1300])
+    # 10 - 3 * 0.1 and 10 / 1.03 stay the largest; 10 / 1.03 ** 2 would not
+    factors = (torch.zeros(2), torch.tensor([0.1, 0.0]), torch.tensor([1.0, 1.03]))
+    inputs = make_inputs(2, temperature=torch.zeros(2), penalties=Penalties(history, none, all_of_it, *factors))
+    assert ops.sample(logits, inputs).token_ids.tolist() == [5, 5]
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the spoilt row
 def test_constraints_are_those_of_the_reference(ops: Ops, reference: Ops) -> None:
     """Biases before penalties, masks behind both; equals and a spoilt row included."""
