@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -60,6 +61,7 @@ class Site:
         without_dashboard = ["--num-cpus", "0", "--include-dashboard", "false"]
         wait_until(lambda: answers(front, front.address, int(REDIS_PORT)), 10)
         ray_start(front, "--head", "--port", RAY_PORT, *without_dashboard, *user, **tables)
+        wait_until(lambda: "Ray runtime started" in front.log.read_text(), 60)
         self.join(self.prefill, "prefill")
         self.join(self.decode, "decode")
         front.spawn(*launcher_command(), **self.environment(TANDEM_HOST=front.address))
@@ -75,7 +77,6 @@ class Site:
 
     def join(self, host: Host, resource: str) -> None:
         address = f"{self.front.address}:{RAY_PORT}"
-        wait_until(lambda: answers(host, self.front.address, int(RAY_PORT)), 30)
         ray_start(host, "--address", address, "--num-cpus", "1", "--resources", f'{{"{resource}": 1}}')
 
     def worker(self, worker_id: str) -> dict[str, Any]:
@@ -124,7 +125,9 @@ def launcher_command() -> list[str]:
 
 def ray_start(host: Host, *arguments: str, **environment: str) -> None:
     store = ["--object-store-memory", "80000000", "--disable-usage-stats", "--block"]
-    host.spawn("ray", "start", "--node-ip-address", host.address, *arguments, *store, **environment)
+    command = shlex.join(["ray", "start", "--node-ip-address", host.address, *arguments, *store])
+    # as a pod would: on a busy machine Ray's own half minute for a start may not be enough
+    host.spawn("sh", "-c", f"until {command}; do sleep 1; done", **environment)
 
 
 def answers(host: Host, address: str, port: int) -> bool:
