@@ -22,6 +22,9 @@ POLL_S = 0.05
 LONGEST_WAIT_S = 10.0
 """Where only the time between tokens is limited."""
 LONGEST_RETRY_S = 60
+PROBE_S = 10.0
+"""A prediction that misses the limits although nobody is there may be out of date: speeds are learned from requests
+alone, so after a bad minute all would be refused for ever. After so long without any, one is let in to find out."""
 
 
 class Admission:
@@ -89,11 +92,13 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a request that would be let in now, in seconds. `queue_s`: the part of `ttft_s` that waits for others."""
+    """Of a request that would be let in now, in seconds. `queue_s`: the part of `ttft_s` that waits for others.
+    `is_alone`: its workers have nothing else to do."""
 
     ttft_s: float
     queue_s: float
     itl_s: float
+    is_alone: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +129,7 @@ class Gate:
         self._clock = clock
         self._waiting: deque[_Waiting] = deque()
         self._pump: asyncio.Task[None] | None = None
+        self._last_entry = -math.inf
         self._changed = asyncio.Event()
 
     @property
@@ -142,8 +148,8 @@ class Gate:
         """Returns once `book` was called, which is done the moment that `predict` meets the limits, before anybody
         else is looked at. Raises `ApiError` 429, and what the two raise."""
         prediction = predict()
-        if not self._waiting and self._fits(prediction, arrived):
-            book()
+        if not self._waiting and self._may_enter(prediction, arrived):
+            self._let_in_by(book)
             return
         left_s = self._latest_entry(prediction, arrived) - self._clock()
         if left_s <= 0 or len(self._waiting) >= self._max_queue:
@@ -162,6 +168,14 @@ class Gate:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
             self.notify()
+
+    def _may_enter(self, prediction: Prediction, arrived: float) -> bool:
+        is_probe = prediction.is_alone and self._clock() - self._last_entry >= PROBE_S
+        return is_probe or self._fits(prediction, arrived)
+
+    def _let_in_by(self, book: Callable[[], None]) -> None:
+        book()
+        self._last_entry = self._clock()
 
     def _fits(self, prediction: Prediction, arrived: float) -> bool:
         waited_s = self._clock() - arrived
@@ -191,8 +205,8 @@ class Gate:
         while self._waiting:
             first = self._waiting[0]
             try:
-                if not first.let_in.done() and self._fits(first.predict(), first.arrived):
-                    first.book()
+                if not first.let_in.done() and self._may_enter(first.predict(), first.arrived):
+                    self._let_in_by(first.book)
                     first.let_in.set_result(None)
             except ApiError as error:
                 first.let_in.set_exception(error)

@@ -90,6 +90,12 @@ class Dispatcher:
             slo_itl_s=self.config.slo_itl_s,
         )
 
+    def is_idle(self, chosen: Route) -> bool:
+        """Neither of these workers has anything to do."""
+        names = (chosen.prefill, chosen.decode)
+        mine = [view for view in self.workers.views() if view.worker_id in names]
+        return not any(view.num_sequences or view.num_waiting_tokens for view in mine)
+
     def source(self, chosen: Route) -> KVSource | None:
         """The policy's source as a worker is told of it."""
         link = None if chosen.source is None else self.workers.get(chosen.source.worker_id)
@@ -257,7 +263,12 @@ async def enter_together(generations: Sequence[Generation], gate: Gate, arrived:
     def predict() -> Prediction:
         routes = [generation.predict() for generation in generations]
         slowest = max(routes, key=lambda chosen: chosen.ttft_s)
-        return Prediction(slowest.ttft_s, slowest.queue_s, max(chosen.itl_s for chosen in routes))
+        return Prediction(
+            slowest.ttft_s,
+            slowest.queue_s,
+            max(chosen.itl_s for chosen in routes),
+            is_alone=all(generation.dispatcher.is_idle(chosen) for generation, chosen in zip(generations, routes)),
+        )
 
     def book() -> None:
         for generation in generations:

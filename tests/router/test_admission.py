@@ -21,6 +21,7 @@ class Desk:
     gate: Gate
     queue_s: float = 0.0
     itl_s: float = 0.01
+    is_alone: bool = False
     let_in: list[str] = field(default_factory=list)
     now: float = 0.0
 
@@ -30,7 +31,7 @@ class Desk:
             self.queue_s += read_s
 
         def predict() -> Prediction:
-            return Prediction(self.queue_s + read_s, self.queue_s, self.itl_s)
+            return Prediction(self.queue_s + read_s, self.queue_s, self.itl_s, self.is_alone)
 
         return asyncio.create_task(self.gate.enter(predict, book, arrived=self.now))
 
@@ -145,6 +146,26 @@ async def test_time_between_tokens_is_a_limit_of_its_own() -> None:
     house.itl_s = 0.05
     house.gate.notify()
     await task
+
+
+async def test_slow_memory_of_an_idle_house_is_put_to_the_test() -> None:
+    """Speeds are learned from requests: were all refused because of them, they would never change again."""
+    house = desk(slo_ttft_s=None, slo_itl_s=0.05)
+    house.itl_s, house.is_alone = 0.4, True
+    await house.ask("probe")
+    house.now += admission.PROBE_S - 1
+    early = house.ask("early")
+    await settle()
+    assert not early.done()
+    house.now += 1
+    house.gate.notify()
+    await early
+    house.now += admission.PROBE_S
+    house.is_alone = False
+    late = house.ask("late")
+    await settle()
+    assert not late.done()
+    late.cancel()
 
 
 async def test_predictions_are_looked_at_again_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
