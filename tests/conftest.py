@@ -68,7 +68,8 @@ def launch(*arguments: str, cwd: Path) -> Serving:
     lines: list[str] = []
     assert process.stdout is not None
     assert process.stderr is not None
-    threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True).start()
+    listening = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
+    listening.start()
     giving_up = threading.Timer(START_TIMEOUT_S, process.kill)
     giving_up.start()
     ready = READY.match(process.stdout.readline())
@@ -76,7 +77,9 @@ def launch(*arguments: str, cwd: Path) -> Serving:
     if ready is None:
         process.kill()
         process.wait()
+        listening.join()
         process.stdout.close()
+        process.stderr.close()
         pytest.fail("tandem serve did not get ready:\n" + "".join(lines))
     return Serving(process, ready["model"], ready["url"], ready["admin_url"], lines)
 
