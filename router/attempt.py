@@ -80,9 +80,10 @@ class Attempt:
                         chunks.append(event)
                     case Started():
                         self._release_reader()
-                        self._count_start(event)
-                        _mark_start(event)
-                        await sink.started(event)
+                        start = self._generation.without_own_kv(event)
+                        self._count_start(start)
+                        _mark_start(start)
+                        await sink.started(start)
                     case NeedPrefill():
                         self._use_another_prefill(event)
                     case Failed(retryable=True):

@@ -34,7 +34,8 @@ from tandem.router.policy import RequestView, Route, route
 from tandem.router.workers import WorkerLink, WorkerSet
 from tandem.workers.block_key import block_keys, root_key
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
-from tandem.workers.types import Choice, KVSource, Request, TokenChunk
+from tandem.workers.protocol import Started
+from tandem.workers.types import CachedTokens, Choice, KVSource, Request, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,9 @@ class Generation:
         """Workers that have already failed this request."""
         self._keys: Sequence[bytes] | None = None
         self._view: RequestView | None = None
+        self._num_held_at_first: int | None = None
+        """Prompt tokens that somebody was said to hold before anybody read it for this request."""
+        self._has_started = False
         self._lookup_s = 0.0
         self._booked: Attempt | None = None
 
@@ -156,7 +160,9 @@ class Generation:
         began = time.perf_counter()
         if self._keys is None:
             self._keys = self.dispatcher.block_keys(self._request)
-        self._view = await self.dispatcher.view(self._request, self._keys)
+        view = self._view = await self.dispatcher.view(self._request, self._keys)
+        if self._num_held_at_first is None:
+            self._num_held_at_first = max(map(view.num_held_tokens, view.overlap), default=0)
         self._lookup_s = time.perf_counter() - began
 
     def predict(self) -> Route:
@@ -246,6 +252,16 @@ class Generation:
                     self._unfinished.discard(chunk.choice)
                 taken.append(chunk)
         return taken
+
+    def without_own_kv(self, event: Started) -> Started:
+        """Its `cached` as the client should see it. KV that an attempt computed before its worker died was computed for
+        this request, and nothing is counted twice where a request is moved after its start."""
+        if self._has_started:
+            return msgspec.structs.replace(event, cached=CachedTokens())
+        self._has_started = True
+        if self.is_first_attempt:
+            return event
+        return msgspec.structs.replace(event, cached=event.cached.at_most(self._num_held_at_first or 0))
 
     def finish(self, choice: int) -> None:
         self._unfinished.discard(choice)

@@ -11,6 +11,7 @@ import pytest
 
 from tandem.router.scripted_worker import Conversation, ScriptedWorker, answering
 from tandem.workers.protocol import Cancel, FinishChoice, Pair, Submit, UsePrefill
+from tandem.workers.types import CachedTokens
 
 from_user = [{"role": "user", "content": "Tell me a long story about foxes and dogs."}]
 TEXT = "Once upon a time there was a quick brown fox; 🙂 it jumped."
@@ -45,6 +46,34 @@ async def test_decode_worker_dies_and_another_goes_on(
     assert house.gateway.metrics.registry.get_sample_value("tandem_migrations_total", {"reason": "decode_lost"}) == 1
     assert house.gateway.metrics.registry.get_sample_value("tandem_prompt_tokens_total") == answer.usage.prompt_tokens
     assert await house.outcomes() == {"ok": 1}
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+async def test_what_a_lost_attempt_computed_is_not_called_cached(
+    open_house: Any, saying: Any, has_started: bool
+) -> None:
+    """A prompt that nobody held is a cold one, though the second worker finds what the first had it computed for."""
+    killed: list[str] = []
+
+    async def die_once(conversation: Conversation) -> None:
+        if not killed:
+            killed.append(conversation.worker.worker_id)
+            if has_started:
+                conversation.start()
+                await asyncio.sleep(0.05)
+            conversation.worker.kill()
+            return
+        conversation.start(cached=CachedTokens(pool=4, peer=2))
+        conversation.start = lambda **_: None  # type: ignore[method-assign]
+        await saying(TEXT)(conversation)
+
+    house = await open_house(die_once, decode=2)
+    answer = await chat(house)
+    assert answer.choices[0].message.content == TEXT
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    for source in ("prefill", "decode", "peer"):
+        value = house.gateway.metrics.registry.get_sample_value("tandem_cached_tokens_total", {"source": source})
+        assert not value, source
 
 
 async def test_stream_goes_on_without_a_seam(open_house: Any, saying: Any) -> None:
