@@ -80,8 +80,13 @@ def refusal(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
         return bad_request(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if details[0]["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    complaints = list(dict.fromkeys(detail["msg"] for detail in details if _path(detail, body) == param))
+    complaints = list(dict.fromkeys(_complaint(detail) for detail in details if _path(detail, body) == param))
     return bad_request(f"Invalid value for '{param}': {'; or '.join(complaints)}.", param=param, code="invalid_value")
+
+
+def _complaint(detail: ErrorDetails) -> str:
+    """In the words of JSON: no client knows our classes."""
+    return "Input should be an object" if detail["type"] in ("model_type", "dict_type") else detail["msg"]
 
 
 def _path(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
