@@ -10,10 +10,13 @@ from statistics import median
 from tandem.router.cost_model import Speeds, WorkerView
 from tandem.workers.types import WorkerAddress, WorkerSnapshot, WorkerSpeeds
 
-ALIKE = 1.2
-"""Speeds that differ from the middle one by less than this factor are taken to be it: measurements are noisy, and of
-two equal workers the luckier one would be given everything."""
+ALIKE = 1.5
+"""Speeds that differ from the middle one by less than this factor are taken to be it: measurements are noisy, workers
+on shared cores slow each other down, and of two equal ones the luckier would be given everything."""
 SMOOTHING = 0.1
+NUM_STALE_NOTES = 30
+"""Snapshots, one a second, without a new measurement, after which what a worker measured before counts no more. One
+that was slow once, under somebody else's load, would otherwise never be asked again while others are idle."""
 
 
 class FleetSpeeds:
@@ -21,12 +24,16 @@ class FleetSpeeds:
 
     def __init__(self) -> None:
         self._told: dict[str, WorkerSpeeds] = {}
+        self._num_unchanged: dict[str, int] = {}
+        """By worker: snapshots in a row that told the same."""
         self._middle = Speeds()
         self._num_notes = 0
         self._handover_s: float | None = None
 
     def note(self, worker_id: str, speeds: WorkerSpeeds) -> None:
         """A worker's snapshot has come. The middle is taken anew once per round of heartbeats."""
+        is_unchanged = self._told.get(worker_id) == speeds
+        self._num_unchanged[worker_id] = self._num_unchanged.get(worker_id, 0) + 1 if is_unchanged else 0
         self._told[worker_id] = speeds
         self._num_notes += 1
         if self._num_notes >= len(self._told):
@@ -35,6 +42,7 @@ class FleetSpeeds:
 
     def forget(self, worker_id: str) -> None:
         self._told.pop(worker_id, None)
+        self._num_unchanged.pop(worker_id, None)
 
     def note_handover(self, seconds: float) -> None:
         if self._handover_s is None:
@@ -42,7 +50,8 @@ class FleetSpeeds:
         self._handover_s += SMOOTHING * (min(seconds, 4 * self._handover_s) - self._handover_s)
 
     def of(self, worker_id: str) -> Speeds:
-        told, middle = self._told.get(worker_id, WorkerSpeeds()), self._middle
+        told = WorkerSpeeds() if self._is_stale(worker_id) else self._told.get(worker_id, WorkerSpeeds())
+        middle = self._middle
         return Speeds(
             prefill_token_s=_unless_alike(told.prefill_token_s, middle.prefill_token_s),
             prefill_attended_s=_unless_alike(told.prefill_attended_s, middle.prefill_attended_s),
@@ -51,10 +60,14 @@ class FleetSpeeds:
             handover_s=middle.handover_s if self._handover_s is None else self._handover_s,
         )
 
+    def _is_stale(self, worker_id: str) -> bool:
+        return self._num_unchanged.get(worker_id, 0) >= NUM_STALE_NOTES
+
     def _take_middle(self) -> Speeds:
         measured: dict[str, float] = {}
+        fresh = [speeds for worker_id, speeds in self._told.items() if not self._is_stale(worker_id)]
         for field in WorkerSpeeds.__struct_fields__:
-            values = [value for speeds in self._told.values() if (value := getattr(speeds, field)) is not None]
+            values = [value for speeds in fresh or self._told.values() if (value := getattr(speeds, field)) is not None]
             if values:
                 measured[field] = median(values)
         return Speeds(**measured)

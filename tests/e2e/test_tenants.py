@@ -22,5 +22,5 @@ def test_who_has_another_salt_shares_nothing(serving: Any) -> None:
     assert cached_tokens(serving, cache_salt="one") == 0
     assert cached_tokens(serving, cache_salt="one") > 0
     assert cached_tokens(serving, cache_salt="another") == 0
-    assert cached_tokens(serving) == 0
-    assert cached_tokens(serving, kv_retention={"priority": 90, "duration": 60}) > 0
+    assert cached_tokens(serving) < 8  # some other prompt may begin with the same words
+    assert cached_tokens(serving, kv_retention={"priority": 90, "duration": 60}) > 64

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.router.accounts import FleetSpeeds, WorkerAccount
+from tandem.router.accounts import NUM_STALE_NOTES, FleetSpeeds, WorkerAccount
 from tandem.router.cost_model import Speeds
 from tandem.workers.types import BlockCounts, WorkerAddress, WorkerSnapshot, WorkerSpeeds
 
@@ -95,3 +95,23 @@ def test_worker_that_is_gone_is_forgotten() -> None:
     fleet.forget("w0")
     fleet.note("w1", WorkerSpeeds(prefill_token_s=0.001))
     assert fleet.of("w2").prefill_token_s == 0.001
+
+
+def test_a_worker_that_was_slow_once_is_asked_again() -> None:
+    fleet = FleetSpeeds()
+    for round_number in range(NUM_STALE_NOTES + 2):
+        fleet.note("busy", WorkerSpeeds(prefill_token_s=0.01 + 1e-5 * round_number))
+        fleet.note("idle", WorkerSpeeds(prefill_token_s=0.09))
+        if round_number < NUM_STALE_NOTES - 1:
+            assert fleet.of("idle").prefill_token_s > fleet.of("busy").prefill_token_s
+    assert fleet.of("idle") == fleet.of("busy")
+    fleet.note("idle", WorkerSpeeds(prefill_token_s=0.08))
+    assert fleet.of("idle").prefill_token_s == 0.08  # it was, and is slow indeed
+
+
+def test_what_nobody_has_measured_lately_still_is_the_best_guess() -> None:
+    fleet = FleetSpeeds()
+    for _ in range(NUM_STALE_NOTES + 2):
+        fleet.note("w0", WorkerSpeeds(prefill_token_s=0.01))
+        fleet.note("w1", WorkerSpeeds(prefill_token_s=0.03))
+    assert fleet.of("w0").prefill_token_s == fleet.of("w1").prefill_token_s == 0.02
