@@ -77,7 +77,8 @@ class Filler:
         if self._do_tiers_pay(sequence, sequence.num_pool_blocks):
             return True
         source = self.source_of(sequence)
-        return source is not None and self._does_peer_pay(source, sequence.num_pool_blocks, self._end_of(sequence))
+        said = min(sequence.num_source_blocks, self._num_matchable(sequence))
+        return source is not None and self._does_peer_pay(source, sequence.num_pool_blocks, said)
 
     async def fill(self, sequence: Sequence, salt: str) -> bool:
         """Bring what pays. False: the sequence is not INCOMING any more (cancelled, or back in the queue)."""
@@ -135,8 +136,9 @@ class Filler:
     # A peer
 
     async def _fetch(self, sequence: Sequence, salt: str, source: KVSource) -> bool:
-        first, end = sequence.num_computed // self._block_size, self._end_of(sequence)
-        if not self._does_peer_pay(source, first, end):
+        first, matchable = sequence.num_computed // self._block_size, self._num_matchable(sequence)
+        said = min(sequence.num_source_blocks, matchable)
+        if not self._does_peer_pay(source, first, said):
             return True
         fetch = FetchAttempt(
             f"{sequence.request_id}.{sequence.choice}.{self.address.worker_id}.{next(self._numbers)}",
@@ -144,8 +146,8 @@ class Filler:
             salt,
             self.reader,
             first=first,
-            end=end,
-            timeout_s=self._compute_s(first, end),
+            end=matchable,  # what is said of the peer may be older than its latest blocks
+            timeout_s=self._compute_s(first, said),
         )
         try:
             num_blocks = await fetch.run(self.peers, source.address)
@@ -155,14 +157,14 @@ class Filler:
             self.count_failure(f"fetch from {source.address.worker_id}", error)
             is_alive = not isinstance(error, PullTimeout) or self.set_aside(sequence, fetch.pulling, error)
             return is_alive and not sequence.is_finished
-        self._count_fetch("whole" if num_blocks == end - first else "part" if num_blocks else "nothing")
+        self._count_fetch("whole" if num_blocks >= said - first else "part" if num_blocks else "nothing")
         self._observe(source.address, fetch)
         self.engine.blocks_arrived(sequence, (first + num_blocks) * self._block_size, "peer")
         return not sequence.is_finished
 
-    def _end_of(self, sequence: Sequence) -> int:
-        """The block behind the last one that a peer may bring: the last token is always computed here."""
-        return min(sequence.num_source_blocks, (len(sequence.token_ids) - 1) // self._block_size)
+    def _num_matchable(self, sequence: Sequence) -> int:
+        """Blocks that somebody else may bring: the last token is always computed here."""
+        return (len(sequence.token_ids) - 1) // self._block_size
 
     def _does_peer_pay(self, source: KVSource, first: int, end: int) -> bool:
         if source.address.worker_id == self.address.worker_id or end <= first:

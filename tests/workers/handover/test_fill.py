@@ -202,6 +202,13 @@ async def test_a_peer_that_holds_less_than_is_said(scene: Any) -> None:
     assert scene.failures == {}
 
 
+async def test_a_peer_that_holds_more_than_is_said(scene: Any) -> None:
+    await scene.build()
+    assert await scene.run(num_blocks=NUM_BLOCKS - 2) == CachedTokens(peer=NUM_BLOCKS * 16)
+    assert scene.reader.metrics.counters['kv_fetches_total{outcome="whole"}'] == 1
+    assert scene.failures == {}
+
+
 async def test_a_peer_that_holds_nothing_or_other_peoples(scene: Any) -> None:
     await scene.build()
     scene.request = msgspec.structs.replace(scene.request, salt="another tenant")
