@@ -29,12 +29,16 @@ class FleetSpeeds:
         self._middle = Speeds()
         self._num_notes = 0
         self._handover_s: float | None = None
+        self._num_notes_since_handover = 0
 
     def note(self, worker_id: str, speeds: WorkerSpeeds) -> None:
         """A worker's snapshot has come. The middle is taken anew once per round of heartbeats."""
         is_unchanged = self._told.get(worker_id) == speeds
         self._num_unchanged[worker_id] = self._num_unchanged.get(worker_id, 0) + 1 if is_unchanged else 0
         self._told[worker_id] = speeds
+        self._num_notes_since_handover += 1
+        if self._num_notes_since_handover > NUM_STALE_NOTES * len(self._told):
+            self._handover_s = None  # some slow ones must not keep everything where it is decoded for ever
         self._num_notes += 1
         if self._num_notes >= len(self._told):
             self._num_notes = 0
@@ -45,6 +49,7 @@ class FleetSpeeds:
         self._num_unchanged.pop(worker_id, None)
 
     def note_handover(self, seconds: float) -> None:
+        self._num_notes_since_handover = 0
         if self._handover_s is None:
             self._handover_s = seconds
         self._handover_s += SMOOTHING * (min(seconds, 4 * self._handover_s) - self._handover_s)

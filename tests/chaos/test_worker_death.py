@@ -102,10 +102,20 @@ async def test_without_prefill_workers_decode_workers_read(cluster: Any) -> None
     alone = await cluster.ask(body)
     assert alone.headers["x-tandem-prefill-path"] == "local"
     await cluster.until(cluster.is_whole, 60)
-    # one alone may be read where it is decoded: many long ones are not
-    told = await asyncio.gather(*(cluster.ask(cluster.body(4001 + number, 1400)) for number in range(6)))
-    assert "remote" in {answer.headers["x-tandem-prefill-path"] for answer in told}
+    assert await rounds_until_remote(cluster) > 0
     assert (await cluster.ask(body)).outcome == alone.outcome
+
+
+async def rounds_until_remote(cluster: Any) -> int:
+    """How many rounds of long prompts it takes until a prefill worker reads one: more than one where the handovers that
+    were learned in bad moments have to be forgotten first, which takes half a minute. 0: in vain."""
+    for attempt in range(1, 31):
+        bodies = [cluster.body(4000 + 10 * attempt + number, 1400, max_tokens=4) for number in range(3)]
+        told = await asyncio.gather(*map(cluster.ask, bodies))
+        if "remote" in {answer.headers["x-tandem-prefill-path"] for answer in told}:
+            return attempt
+        await asyncio.sleep(1.0)
+    return 0
 
 
 async def test_without_decode_workers_there_is_a_clean_error(cluster: Any) -> None:

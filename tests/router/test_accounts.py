@@ -115,3 +115,16 @@ def test_what_nobody_has_measured_lately_still_is_the_best_guess() -> None:
         fleet.note("w0", WorkerSpeeds(prefill_token_s=0.01))
         fleet.note("w1", WorkerSpeeds(prefill_token_s=0.03))
     assert fleet.of("w0").prefill_token_s == fleet.of("w1").prefill_token_s == 0.02
+
+
+def test_slow_handovers_are_forgotten_when_there_are_no_others() -> None:
+    fleet = FleetSpeeds()
+    fleet.note("w0", WorkerSpeeds())
+    fleet.note("w1", WorkerSpeeds())
+    fleet.note_handover(5.0)
+    for _ in range(NUM_STALE_NOTES):
+        fleet.note("w0", WorkerSpeeds())
+        fleet.note("w1", WorkerSpeeds())
+    assert fleet.of("w0").handover_s == 5.0
+    fleet.note("w0", WorkerSpeeds())
+    assert fleet.of("w0").handover_s == Speeds().handover_s
