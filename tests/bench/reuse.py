@@ -37,7 +37,7 @@ def load(name: str, options: argparse.Namespace, url: str, seed: int) -> ServeOp
         return ServeOptions(trace=options.trace, **scales, **common)
     rate = options.rate
     if name == "shared":
-        shape = {"input_len": 1_088, "shared_prefix_len": 1_024, "num_shared_prefixes": 60, "output_len": 16}
+        shape = {"input_len": 1_088, "shared_prefix_len": 1_024, "num_shared_prefixes": 40, "output_len": 16}
     else:
         shape = {"input_len": 512, "input_len_spread": 256, "output_len": 32, "num_turns": 4, "turn_input_len": 48}
     return ServeOptions(rate=rate, **shape, **common)

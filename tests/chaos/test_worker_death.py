@@ -79,10 +79,8 @@ async def test_a_decode_worker_dies_in_mid_stream(cluster: Any) -> None:
 async def test_a_prefill_worker_dies_while_it_reads(cluster: Any) -> None:
     # unread and long: the prefill workers are busy when one of them dies
     fresh = [cluster.body(2100 + number, 1400 + number) for number in range(8)]
-    failures = cluster.metric("tandem_kv_transfer_failures_total")
     told = await disturbed(cluster, fresh, 0, lambda: kill(cluster, busy_worker(cluster, "prefill")))
     outcomes = [answer.outcome for answer in told]
-    await cluster.until(lambda: cluster.metric("tandem_kv_transfer_failures_total") > failures, 3)
     await cluster.until(cluster.is_whole, 60)
     assert await undisturbed(cluster, fresh) == outcomes
 
