@@ -65,11 +65,16 @@ async def disturbed(cluster: Any, requests: list[dict[str, Any]], num_events: in
 
 
 async def test_a_decode_worker_dies_in_mid_stream(cluster: Any) -> None:
-    requests = bodies(cluster, 1000, max_tokens=80)
+    requests = bodies(cluster, 1000, max_tokens=240)
     expected = await undisturbed(cluster, requests)
     migrations = cluster.metric("tandem_migrations_total")
     epochs: dict[str, int] = {}
-    told = await disturbed(cluster, requests, 50, lambda: epochs.update(kill(cluster, busy_worker(cluster, "decode"))))
+
+    def kill_one_that_decodes() -> None:
+        time.sleep(1.5)  # until snapshots speak of these requests, not of those before
+        epochs.update(kill(cluster, busy_worker(cluster, "decode")))
+
+    told = await disturbed(cluster, requests, 50, kill_one_that_decodes)
     assert [answer.outcome for answer in told] == expected
     assert cluster.metric("tandem_migrations_total") > migrations
     await cluster.until(cluster.is_whole, 60)
