@@ -10,8 +10,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from tandem.workers.errors import TransferError, WorkerUnavailable
+from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.peers import Inbox, Peer
@@ -19,6 +20,8 @@ from tandem.workers.protocol import Cancel, Confirm, Confirmed, Failed, TicketPa
 from tandem.workers.sequence import Sequence
 from tandem.workers.transfer.base import Transfer
 from tandem.workers.types import KVTicket, TicketBlock, WorkerAddress
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,25 @@ class Attempt:
         self.pull_s = 0.0
         self.pulling: list[int] = []
         """Our blocks that the latest pull writes; after `PullTimeout` those that may still be written."""
+
+    async def _converse(
+        self, connecting: Awaitable[Peer], receive: Callable[[Peer, Inbox], Awaitable[Result]]
+    ) -> Result:
+        """Ask a peer and take its answers. Whatever ends it early is a `TransferError`, or tells the peer to stop."""
+        try:
+            peer = await connecting
+        except WorkerUnavailable as error:
+            raise TransferError(str(error), reason="disconnect") from error
+        except (PairingError, ProtocolError) as error:
+            raise TransferError(str(error), reason="refused") from error
+        with peer.inbox(self._id) as inbox:
+            try:
+                return await receive(peer, inbox)
+            except WorkerUnavailable as error:
+                raise TransferError(str(error), reason="disconnect") from error
+            except BaseException:  # cancellation too
+                self._withdraw(peer)
+                raise
 
     def _withdraw(self, peer: Peer) -> None:
         """The owner need not go on, nor keep anything."""

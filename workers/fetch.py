@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 
 from tandem.workers.attempt import Attempt, Reader, TicketReader
-from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
 from tandem.workers.peers import Inbox, Peer, Peers
 from tandem.workers.protocol import Fetch
 from tandem.workers.sequence import Sequence
@@ -34,20 +33,7 @@ class FetchAttempt(Attempt):
     async def run(self, peers: Peers, address: WorkerAddress) -> int:
         """How many blocks have arrived, from `first` on: perhaps fewer than asked for, or none. Raises `TransferError`
         with the reason; `PullTimeout`: blocks may still be written. Cancelled: the pull in flight has ended."""
-        try:
-            peer = await peers.get_within(address, self._left_s)
-        except WorkerUnavailable as error:
-            raise TransferError(str(error), reason="disconnect") from error
-        except (PairingError, ProtocolError) as error:
-            raise TransferError(str(error), reason="refused") from error
-        with peer.inbox(self._id) as inbox:
-            try:
-                return await self._receive(peer, inbox)
-            except WorkerUnavailable as error:
-                raise TransferError(str(error), reason="disconnect") from error
-            except BaseException:  # cancellation too
-                self._withdraw(peer)
-                raise
+        return await self._converse(peers.get_within(address, self._left_s), self._receive)
 
     async def _receive(self, peer: Peer, inbox: Inbox) -> int:
         peer.send(self._question())

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.workers.attempt import Attempt, Reader, TicketReader
 from tandem.workers.batch import SampledToken
-from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
+from tandem.workers.errors import TransferError
 from tandem.workers.peers import Inbox, Peer, Peers
 from tandem.workers.protocol import Prefill
 from tandem.workers.sequence import Sequence
@@ -53,20 +53,7 @@ class Handover(Attempt):
         """Raises `TransferError` with the reason ("disconnect" and "refused": another prefill worker may do), or
         `PullTimeout`, after which blocks may still be written. Cancelled: the prefill worker is told, and the pull in
         flight has ended."""
-        try:
-            peer = await peers.get(address)
-        except WorkerUnavailable as error:
-            raise TransferError(str(error), reason="disconnect") from error
-        except (PairingError, ProtocolError) as error:
-            raise TransferError(str(error), reason="refused") from error
-        with peer.inbox(self._id) as inbox:
-            try:
-                return await self._receive(peer, inbox)
-            except WorkerUnavailable as error:
-                raise TransferError(str(error), reason="disconnect") from error
-            except BaseException:  # cancellation too
-                self._withdraw(peer)
-                raise
+        return await self._converse(peers.get(address), self._receive)
 
     async def _receive(self, peer: Peer, inbox: Inbox) -> Delivered:
         peer.send(self._question())
