@@ -1,11 +1,10 @@
-"""The parts that `tandem serve` is composed of, each alone: embedded Redis, guard, listeners."""
+"""The parts that `tandem serve` is composed of, each alone: embedded Redis, guard."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,12 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 from redis.asyncio import Redis
 
-from tandem.cluster.listeners import bind, url_of
 from tandem.cluster.redis_server import EmbeddedRedis
-from tandem.workers.errors import UserError
 
 
 def wait_until(question: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -109,20 +105,3 @@ def test_the_guard_goes_with_a_parent_that_ends_well(tmp_path: Path) -> None:
         for process in psutil.process_iter(["cmdline"])
         if str(tmp_path) in (process.info["cmdline"] or []) and "tandem.cluster.guard" in process.info["cmdline"]
     ]
-
-
-def test_a_port_is_ours_once_it_is_bound() -> None:
-    with bind("127.0.0.1", 0, flag="--port") as listener:
-        port = listener.getsockname()[1]
-        assert url_of(listener) == f"http://127.0.0.1:{port}"
-        with pytest.raises(UserError, match=f"--port {port} cannot be used on 127.0.0.1: address already in use"):
-            bind("127.0.0.1", port, flag="--port")
-
-
-def test_connections_inherit_that_lost_clients_are_noticed() -> None:
-    with bind("127.0.0.1", 0, flag="--port") as listener, socket.create_connection(listener.getsockname()):
-        listener.setblocking(True)
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
-            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) != 0
