@@ -9,6 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from tandem.workers.constraint import Constraint
+from tandem.workers.embedding import Rows
+from tandem.workers.pooling import PoolingMode
 from tandem.workers.types import SamplingParams, TokenLogprobs
 
 
@@ -38,6 +40,14 @@ class ScoreSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """Hidden states of an item's tokens: the first's, the last's, or (for a mean) sums of `run_len` at a time."""
+
+    mode: PoolingMode
+    run_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchItem:
     """One sequence's part of a step: compute `token_ids`, whose first has position `start`.
 
@@ -50,6 +60,7 @@ class BatchItem:
     block_ids: SequenceOf[int]
     sample: SampleSpec | None
     score: ScoreSpec | None = None
+    pool: PoolSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +98,13 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pooled:
+    """What came of an item with a `pool`: rows to be added up, in order."""
+
+    rows: Rows
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """What came of an item with a `score`: one entry per target, and the token, if one was to be sampled."""
@@ -95,5 +113,5 @@ class Scored:
     token: SampledToken | Refusal | None
 
 
-StepResult = SampledToken | Refusal | Scored | None
-"""What came of one item; None where nothing was to be sampled or scored."""
+StepResult = SampledToken | Refusal | Scored | Pooled | None
+"""What came of one item; None where nothing was to be sampled, scored or pooled."""

@@ -18,14 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.workers.batch import Batch, Refusal, SampledToken, Scored, StepResult
+from tandem.workers.batch import Batch, Pooled, Refusal, SampledToken, Scored, StepResult
 from tandem.workers.beams import Answer, as_beams
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.config import WorkerConfig
 from tandem.workers.constraint import Constraint, needs_constraint, validate_constraints
+from tandem.workers.embedding import add_rows, unit_vector
 from tandem.workers.errors import RequestError
 from tandem.workers.grammar import GrammarCache, GrammarState
+from tandem.workers.pooling import PoolingMode
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
 from tandem.workers.sequence import BeamGroup, Sequence, Status, begin_search
@@ -36,10 +38,11 @@ from tandem.workers.types import (
     FinishReason,
     ModelIdentity,
     Request,
+    Retention,
     SamplingParams,
     TokenLogprobs,
 )
-from tandem.workers.validation import validate_request
+from tandem.workers.validation import validate_input, validate_request
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,8 @@ class StepOutput:
     is_retryable: bool = True
     answers: tuple[Answer, ...] = ()
     """All of them, when a beam search has ended."""
+    embedding: bytes | None = None
+    """Of a sequence with `pooling`, which has ended with it (embedding.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +229,40 @@ class Engine:
         self._requests[request_id] = {0: sequence}
         return sequence
 
+    def add_embedding(
+        self,
+        request_id: str,
+        token_ids: SequenceOf[int],
+        pooling: PoolingMode,
+        *,
+        salt: str = "",
+        retention: Retention | None = None,
+        num_source_blocks: int = 0,
+    ) -> Sequence:
+        """Queue tokens whose embedding is wanted: a prompt that is read, by chunks like any other, and not continued.
+        Raises `RequestError`."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        capacity = self.pool.num_blocks * self.config.block_size
+        validate_input(token_ids, max_tokens=min(self.config.max_model_len, capacity), vocab_size=self.vocab_size)
+        sequence = Sequence(
+            request_id=request_id,
+            choice=0,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            params=SamplingParams(max_tokens=1, seed=0),
+            root=root_key(self.config.cluster_key, self.identity, salt),
+            order=next(self._arrivals),
+            retention=retention or Retention(),
+            pooling=pooling,
+            num_source_blocks=num_source_blocks,
+            queued_at=time.monotonic(),
+        )
+        self._requests[request_id] = {0: sequence}
+        self.scheduler.add(sequence)
+        self.wake()
+        return sequence
+
     def cancel(self, request_id: str, choice: int | None = None) -> list[Sequence]:
         """Forget one choice of a request, or all of it, in whatever state; unknown ones are fine. No output follows. Of
         a beam search, only all of it: before its end no choice is anybody's.
@@ -333,7 +372,7 @@ class Engine:
         for sequence in itertools.chain(incoming, (chunk.sequence for chunk in chunks)):
             if sequence.admitted_at is None:
                 sequence.admitted_at = started
-        step = Step(build_batch(chunks), tuple(chunks)) if chunks else None
+        step = Step(build_batch(chunks, self.config.block_size), tuple(chunks)) if chunks else None
         self._in_flight = tuple(chunks)
         if step is not None and self.before_step is not None:
             self.before_step(step.batch)
@@ -366,6 +405,10 @@ class Engine:
                 outputs.append(StepOutput(sequence, sequence.num_computed, error=result.reason, is_retryable=False))
                 self._finish(sequence)
                 continue
+            if sequence.pooling is not None:
+                outputs.append(self._pool(sequence, result))
+                continue
+            assert not isinstance(result, Pooled), "nobody wants an embedding of it"
             outputs.append(self._output(sequence, result))
         if self.on_step is not None:
             apply_s = time.monotonic() - started
@@ -493,6 +536,20 @@ class Engine:
         elif finish_reason is not None:
             self._finish(sequence)
         return StepOutput(sequence, num_computed, token, finish_reason)
+
+    def _pool(self, sequence: Sequence, result: StepResult) -> StepOutput:
+        """Take what a chunk gave; with the last one the embedding is complete, and the sequence ends."""
+        if isinstance(result, Pooled):
+            sequence.pooled = add_rows(sequence.pooled, result.rows)
+        if not sequence.is_prompt_computed:
+            return StepOutput(sequence, sequence.num_computed)
+        assert sequence.pooled is not None, "computed, and nothing pooled"
+        embedding = unit_vector(sequence.pooled)
+        self._finish(sequence)
+        if embedding is None:
+            reason = "the model's hidden states are no finite numbers"
+            return StepOutput(sequence, sequence.num_computed, error=reason, is_retryable=False)
+        return StepOutput(sequence, sequence.num_computed, embedding=embedding)
 
     def _search_on(self, beams: BeamGroup, beam: int, token: SampledToken) -> tuple[Answer, ...]:
         """A beam's continuations are known. If they were the last, all beams go on, or the search ends."""

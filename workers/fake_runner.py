@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from tandem.workers.batch import Batch, BatchItem, SampledToken
+from tandem.workers.batch import Batch, BatchItem, Pooled, SampledToken
 
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -36,14 +37,14 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.batches: list[Batch] = []
 
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
+    def execute(self, batch: Batch) -> list[SampledToken | Pooled | None]:
         self.batches.append(batch)
         for copy in batch.copies:
             self.kv[copy.destination, : copy.num_tokens] = self.kv[copy.source, : copy.num_tokens]
             self.kv[copy.destination, copy.num_tokens :] = _UNWRITTEN
         for item in batch.items:  # all writes before all reads, as a forward pass over the whole batch would
             self._write(item)
-        return [self._sample(item) for item in batch.items]
+        return [self._sample(item) if item.pool is None else self._pool(item) for item in batch.items]
 
     def _write(self, item: BatchItem) -> None:
         size = self.block_size
@@ -55,16 +56,27 @@ class FakeRunner:
             previous = _mix(previous, token_id, position)
             self.kv[item.block_ids[position // size], position % size] = previous
 
+    def _pool(self, item: BatchItem) -> Pooled:
+        """One number for each token that is wanted: the last's, the first's, or all."""
+        assert item.pool is not None
+        numbers = self._context(item, item.start + len(item.token_ids))[item.start :] % 997
+        wanted = {"last": numbers[-1:], "first": numbers[:1], "mean": numbers}[item.pool.mode]
+        return Pooled(np.stack([wanted, wanted * 31 % 101, np.ones_like(wanted)], axis=1).astype(np.float32))
+
     def _sample(self, item: BatchItem) -> SampledToken | None:
         if item.sample is None:
             return None
         position = item.start + len(item.token_ids)
         assert item.sample.position == position == len(item.sample.token_ids)
-        blocks = item.block_ids[: -(-position // self.block_size)]
-        context = self.kv[blocks].reshape(-1)[:position]
+        context = self._context(item, position)
         weights = np.arange(1, position + 1, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
         digest = int(np.bitwise_xor.reduce(context * weights))
         return SampledToken(_mix(digest, item.sample.params.seed, item.sample.choice, position) % self.vocab_size, None)
+
+    def _context(self, item: BatchItem, end: int) -> npt.NDArray[np.uint64]:
+        """The numbers of an item's first `end` tokens, as its blocks hold them."""
+        blocks = item.block_ids[: -(-end // self.block_size)]
+        return self.kv[blocks].reshape(-1)[:end]
 
 
 def expected_tokens(

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Ops, Sampled, StepLayout, load_ops
-from tandem.workers.batch import Batch, SampledToken, SampleSpec, Scored, ScoreSpec, StepResult
+from tandem.workers.batch import Batch, Pooled, SampledToken, SampleSpec, Scored, ScoreSpec, StepResult
 from tandem.workers.decode_step import DecodeSteps, decode_buckets, is_plain
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.masks import Mask, MaskMaker
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.weights import ModelWeights
+from tandem.workers.pool_rows import pool
 from tandem.workers.rehearsal import dry_batches
 from tandem.workers.step_inputs import StepInputs, build, build_sampling, collect, records_of
 from tandem.workers.types import TokenLogprobs
@@ -146,16 +147,18 @@ class ModelRunner:
             hidden, logits = self.ops.run(lambda: self._compute_logits(inputs))
             masks = wait_for_masks()
             results = collect(batch, self._sample(logits, specs, masks), masks)
-        return self._with_scores(batch, hidden, results)
+        return self._with_readings(batch, hidden, results)
 
-    def _with_scores(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> list[StepResult]:
-        """The results with what was to be scored. hidden [num_tokens, hidden]: what the step computed."""
+    def _with_readings(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> list[StepResult]:
+        """The results with what was to be scored or pooled. hidden [num_tokens, hidden]: what the step computed."""
         start = 0
         for index, item in enumerate(batch.items):
+            if item.pool is not None:
+                results[index] = pool(hidden[start : start + len(item.token_ids)], item.pool)
             if item.score is not None:
                 logprobs = self._score(hidden[start:], item.score)
                 token = results[index]
-                assert not isinstance(token, Scored), "scored twice"
+                assert not isinstance(token, Scored | Pooled), "scored twice"
                 results[index] = Scored(logprobs, token)
             start += len(item.token_ids)
         return results

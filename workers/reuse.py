@@ -44,7 +44,7 @@ class BlockNames:
 
     def find(self, sequence: Sequence) -> Reuse:
         """The most that can be reused now. Changes nothing but the sequence's keys."""
-        if sequence.needs_scores:
+        if sequence.reads_anew:
             return Reuse([])
         cached = self._find_cached(sequence)
         forked = self._find_leader(sequence)

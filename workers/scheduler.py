@@ -303,12 +303,12 @@ class Scheduler:
             if not self._fits(sequence, reuse):
                 return False
         self._take(sequence, reuse)
-        if sequence.needs_scores:
-            sequence.prompt_logprobs.clear()  # of a reading that was broken off
+        if sequence.reads_anew:
+            sequence.forget_readings()
             sequence.num_source_blocks = 0
         found = sequence.num_pool_blocks = sequence.num_registered
         keys = sequence.block_keys[found : self.names.num_matchable(sequence)]
-        sequence.num_tier_blocks = 0 if sequence.needs_scores else self.tiers.num_held(keys)
+        sequence.num_tier_blocks = 0 if sequence.reads_anew else self.tiers.num_held(keys)
         self._join(sequence)
         self._count_cached(sequence)
         return True
@@ -345,8 +345,8 @@ class Scheduler:
 
     def _headroom(self, newcomer: Sequence) -> int:
         """Blocks to leave free: one for each that may grow. Without it, an overloaded worker admits and preempts in
-        turn, and computes 13 % of its tokens twice (README.md). Sequences with `hold` do not grow."""
-        return 0 if newcomer.hold else len(self.running) + len(self.incoming)
+        turn, and computes 13 % of its tokens twice (README.md). Sequences with `hold` or `pooling` do not grow."""
+        return 0 if newcomer.hold or newcomer.pooling is not None else len(self.running) + len(self.incoming)
 
     def _join(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)

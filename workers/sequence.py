@@ -24,6 +24,8 @@ from enum import Enum, auto
 from tandem.workers.batch import BlockCopy
 from tandem.workers.beams import BeamSearch
 from tandem.workers.constraint import Constraint
+from tandem.workers.embedding import Rows
+from tandem.workers.pooling import PoolingMode
 from tandem.workers.types import CachedTokens, Request, Retention, SamplingParams, TokenLogprobs
 
 
@@ -79,6 +81,8 @@ class Sequence:
     """The search that it is a beam of. Its choice is its number there."""
     scores_prompt: bool = False
     """The logprobs of the prompt's tokens are wanted of it."""
+    pooling: PoolingMode | None = None
+    """An embedding of its tokens is wanted of it, and no token: it ends when they are computed."""
     num_source_blocks: int = 0
     """First blocks of the prompt that a peer is said to hold."""
 
@@ -93,6 +97,8 @@ class Sequence:
     """Prompt tokens whose KV this worker did not have to compute for it."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """If it `scores_prompt`: of the prompt's tokens from the second on, as far as they were computed."""
+    pooled: Rows | None = None
+    """With `pooling`: what was pooled so far, [1, hidden]."""
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -131,8 +137,17 @@ class Sequence:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether it must read its prompt itself, from the beginning."""
         return self.scores_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def reads_anew(self) -> bool:
+        """Whether it must read its prompt itself, from the beginning, whatever is cached of it."""
+        return self.needs_scores or self.pooling in ("mean", "first")
+
+    def forget_readings(self) -> None:
+        """A reading was broken off, and begins anew."""
+        self.prompt_logprobs.clear()
+        self.pooled = None
 
     @property
     def is_finished(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from tandem.workers.batch import Batch, BatchItem, SampleSpec, ScoreSpec
+from tandem.workers.batch import Batch, BatchItem, PoolSpec, SampleSpec, ScoreSpec
 from tandem.workers.scheduler import Chunk
 from tandem.workers.sequence import Sequence
 
@@ -15,24 +15,24 @@ def num_attended(item: BatchItem) -> int:
     return num_tokens * item.start + num_tokens * (num_tokens + 1) // 2
 
 
-def build_batch(chunks: SequenceOf[Chunk]) -> Batch:
+def build_batch(chunks: SequenceOf[Chunk], block_size: int) -> Batch:
     """Lists in it are the sequences' own where they are long."""
     copies = tuple(chunk.sequence.copy for chunk in chunks if chunk.sequence.copy is not None)
-    return Batch(tuple(map(_item, chunks)), copies)
+    return Batch(tuple(_item(chunk, block_size) for chunk in chunks), copies)
 
 
-def _item(chunk: Chunk) -> BatchItem:
+def _item(chunk: Chunk, block_size: int) -> BatchItem:
     sequence = chunk.sequence
     end = sequence.num_computed + chunk.num_tokens
     sample = None
-    if end == len(sequence.token_ids):
+    if end == len(sequence.token_ids) and sequence.pooling is None:
         sample = SampleSpec(
             *(sequence.params, sequence.choice, end, sequence.token_ids, sequence.num_prompt_tokens),
             sequence.constraint,
         )
     return BatchItem(
         *(sequence.token_ids[sequence.num_computed : end], sequence.num_computed, sequence.block_ids, sample),
-        _score(sequence, end),
+        *(_score(sequence, end), _pool(sequence, end, block_size)),
     )
 
 
@@ -44,3 +44,13 @@ def _score(sequence: Sequence, end: int) -> ScoreSpec | None:
     assert len(sequence.prompt_logprobs) == sequence.num_computed, "tokens that nobody scored"
     last = min(end + 1, sequence.num_prompt_tokens)
     return ScoreSpec(sequence.token_ids[sequence.num_computed + 1 : last], num_top)
+
+
+def _pool(sequence: Sequence, end: int, block_size: int) -> PoolSpec | None:
+    """Of a mean, all chunks have a part."""
+    mode, start = sequence.pooling, sequence.num_computed
+    if mode == "mean":
+        assert start % block_size == 0, "sums of whole blocks do not depend on chunks"
+        return PoolSpec(mode, block_size)
+    is_theirs = (mode == "first" and start == 0) or (mode == "last" and end == len(sequence.token_ids))
+    return PoolSpec(mode, block_size) if mode is not None and is_theirs else None

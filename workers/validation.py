@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.workers.beams import num_candidates
@@ -71,6 +71,17 @@ def validate_request(request: Request, *, max_model_len: int, capacity: int, voc
     for ids in (request.prompt_token_ids, *(choice.emitted_token_ids for choice in request.choices)):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
+
+
+def validate_input(token_ids: Sequence[int], *, max_tokens: int, vocab_size: int) -> None:
+    """Raises `RequestError` for tokens that a worker could never give an embedding of."""
+    if not token_ids:
+        raise RequestError("the input has no tokens", param="input")
+    if len(token_ids) > max_tokens:
+        message = f"an input of {len(token_ids)} tokens exceeds the {max_tokens} that this worker can hold"
+        raise RequestError(message, param="input", code="context_length_exceeded")
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise RequestError(f"token ids must be from 0 to {vocab_size - 1}", param="input")
 
 
 def _validate_beams(request: Request, width: int, capacity: int) -> None:
