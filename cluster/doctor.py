@@ -97,7 +97,7 @@ def _packages() -> Check:
 
 
 def _compiler() -> Check:
-    from tandem.kernels.cpu.build import BuildError, find_compiler
+    from tandem.kernels.compiler import BuildError, find_compiler
 
     try:
         compiler = find_compiler()

@@ -37,6 +37,7 @@ from tandem.router.responses.store import ResponseStore
 from tandem.router.routes import public_routes
 from tandem.router.tokenizer import Tokenizer
 from tandem.router.workers import WorkerSet
+from tandem.workers.native_keys import chain_of_keys
 from tandem.workers.types import WorkerSnapshot
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Gateway:
         )
 
     def _load_tokenizer(self) -> Tokenizer:
+        chain_of_keys()  # compiled now, not when the first prompt comes
         return Tokenizer(
             self.config.tokenizer_folder,
             chat_template=self.config.chat_template,

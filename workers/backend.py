@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tandem.kernels.cpu.build import BuildError, level_of_this_machine
+from tandem.kernels.compiler import BuildError
+from tandem.kernels.cpu.build import level_of_this_machine
 from tandem.kernels.ops import Ops, load_ops
 
 logger = logging.getLogger(__name__)

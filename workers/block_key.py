@@ -1,18 +1,21 @@
 """The name of a block's content: equal keys mean equal KV. No torch: the router hashes prompts with it.
 
-key(block) = BLAKE2b-128, keyed with the cluster key, over (parent key, the block's token ids). The chain starts from a
-root that stands for everything else that KV depends on: model, revision, dtype, layout, block size, tenant salt.
+key(block) = BLAKE2b-128, keyed with the cluster key, over (parent key, the block's token ids in 3 bytes each). The
+chain starts from a root that stands for everything else that KV depends on: model, revision, dtype, layout, block size,
+tenant salt. With 3 bytes a block of 32 tokens and its parent fit into one block of BLAKE2b, which halves the work.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from tandem.workers.native_keys import KEY_BYTES, TOO_LARGE, chain_of_keys
 from tandem.workers.types import ModelIdentity
 
-KEY_BYTES = 16
+TOKEN_BYTES = 3
 
 
 def root_key(cluster_key: bytes, identity: ModelIdentity, salt: str) -> bytes:
@@ -30,18 +33,26 @@ def root_key(cluster_key: bytes, identity: ModelIdentity, salt: str) -> bytes:
 
 
 def next_key(cluster_key: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a full block with these tokens behind `parent`. 16 bytes."""
-    return blake2b(parent + array("I", token_ids).tobytes(), key=cluster_key[:64], digest_size=KEY_BYTES).digest()
+    """The key of a full block with these tokens behind `parent`: what is right. 16 bytes. Raises `OverflowError` for a
+    token that does not fit into 3 bytes."""
+    tokens = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in token_ids)
+    return blake2b(parent + tokens, key=cluster_key[:64], digest_size=KEY_BYTES).digest()
 
 
-def block_keys(cluster_key: bytes, root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Keys of all full blocks of `token_ids`, in order. The same as `next_key` block by block, in two thirds of the
-    time: one conversion for the whole prompt, one keyed hasher to copy."""
-    data = array("I", token_ids).tobytes()
-    stride = block_size * array("I").itemsize
+def block_keys(cluster_key: bytes, parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Keys of all full blocks of `token_ids` behind `parent`, in order: `next_key` block by block, but faster. Raises
+    `OverflowError` as it does."""
+    chain = chain_of_keys()
+    if chain is None or not cluster_key:
+        return _keys_by_hashlib(cluster_key, parent, token_ids, block_size)
+    return chain(cluster_key[:64], parent, token_ids, block_size)
+
+
+def _keys_by_hashlib(cluster_key: bytes, parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """One conversion for all tokens, and one keyed hasher to copy."""
+    data, stride = _packed(token_ids), block_size * TOKEN_BYTES
     hasher = blake2b(key=cluster_key[:64], digest_size=KEY_BYTES).copy
     keys: list[bytes] = []
-    parent = root
     for start in range(0, len(data) - stride + 1, stride):
         block = hasher()
         block.update(parent)
@@ -49,3 +60,17 @@ def block_keys(cluster_key: bytes, root: bytes, token_ids: Sequence[int], block_
         parent = block.digest()
         keys.append(parent)
     return keys
+
+
+def _packed(token_ids: Sequence[int]) -> bytearray:
+    """3 bytes each, byte by byte for all tokens at once."""
+    words = array("I", token_ids)
+    if sys.byteorder != "little":
+        words.byteswap()
+    data = words.tobytes()
+    if data[3::4].strip(b"\0"):
+        raise OverflowError(TOO_LARGE)
+    packed = bytearray(TOKEN_BYTES * len(words))
+    for byte in range(TOKEN_BYTES):
+        packed[byte::TOKEN_BYTES] = data[byte::4]
+    return packed

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.workers.block_key import next_key
+from tandem.workers.block_key import block_keys
 from tandem.workers.block_pool import BlockPool
+from tandem.workers.native_keys import chain_of_keys
 from tandem.workers.prefix_cache import DEFAULT_RETENTION, PrefixCache
 from tandem.workers.sequence import Sequence, Status
 
@@ -37,6 +38,7 @@ class BlockNames:
         self.pool = pool
         self.cache = cache
         self.block_size = cache.block_size
+        chain_of_keys()  # compiled now, not when the first prompt comes
 
     def num_matchable(self, sequence: Sequence) -> int:
         """How many whole blocks it could reuse."""
@@ -53,10 +55,9 @@ class BlockNames:
     def extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
         """Have the keys of its first `num_blocks` blocks."""
         keys, size = sequence.block_keys, self.block_size
-        for index in range(len(keys), num_blocks):
-            parent = keys[-1] if keys else sequence.root
-            block = sequence.token_ids[index * size : (index + 1) * size]
-            keys.append(next_key(self.cluster_key, parent, block))
+        if len(keys) < num_blocks:
+            rest = sequence.token_ids[len(keys) * size : num_blocks * size]
+            keys += block_keys(self.cluster_key, keys[-1] if keys else sequence.root, rest, size)
 
     def register(self, sequence: Sequence) -> None:
         """Name its complete blocks. Where the content is cached already (two sequences computed the same), own the

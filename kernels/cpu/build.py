@@ -2,35 +2,29 @@
 
     level_of_this_machine() ─> load_library(level) ─> ctypes.CDLL
 
-The cache entry is named by a hash of the sources, the compiler, the flags and the version of torch. It appears by one
-rename, under a lock that dies with its holder: processes that start together compile once.
+The cache entry is named by a hash of the sources, the compiler, the flags and the version of torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-import platformdirs
 import torch
 
+from tandem.kernels.compiler import BuildError, build_once, cache_folder, digest_of
 from tandem.kernels.cpu.records import RECORD
 
 logger = logging.getLogger(__name__)
 
 NATIVE = Path(__file__).parent / "native"
-COMPILER_VARIABLE = "TANDEM_CXX"
 LEVEL_VARIABLE = "TANDEM_CPU_LEVEL"
 
 _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w")
@@ -52,30 +46,6 @@ sys.exit(library.tandem_probe())
 """
 
 
-class BuildError(Exception):
-    """The native ops cannot be built or run here; the message says what to do."""
-
-
-@lru_cache(maxsize=1)
-def find_compiler() -> str:
-    """Path of the C++ compiler: `TANDEM_CXX`, or the first of g++, c++, clang++. Raises `BuildError`."""
-    wanted = os.environ.get(COMPILER_VARIABLE)
-    for name in (wanted,) if wanted else ("g++", "c++", "clang++"):
-        path = shutil.which(name)
-        if path:
-            return path
-    raise BuildError(
-        f"{wanted} ({COMPILER_VARIABLE}) is not there"
-        if wanted
-        else "no C++ compiler found: install g++ (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
-    )
-
-
-@lru_cache(maxsize=1)
-def _compiler_version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-
-
 def source_files() -> list[Path]:
     return sorted(path for path in NATIVE.iterdir() if path.suffix in (".h", ".cpp"))
 
@@ -83,67 +53,22 @@ def source_files() -> list[Path]:
 @lru_cache(maxsize=len(LEVELS))
 def build_key(level: str) -> str:
     """16 hex digits that change with anything that could change the machine code. Raises `BuildError`."""
-    compiler = find_compiler()
-    digest = hashlib.blake2b(digest_size=8)
-    words = [compiler, _compiler_version(compiler), *_COMMON_FLAGS, *LEVELS[level], torch.__version__]
-    digest.update("\0".join(words).encode())
-    for path in source_files():
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
-    configured = os.environ.get("TANDEM_CACHE_DIR")
-    base = Path(configured).expanduser() if configured else Path(platformdirs.user_cache_dir("tandem"))
-    return base / "native"
+    return digest_of([*_COMMON_FLAGS, *LEVELS[level], torch.__version__], source_files())
 
 
 def build(level: str, on_progress: Callable[[str], None] | None = None) -> Path:
     """The library for an instruction set, compiled if it is not in the cache. Raises `BuildError`."""
-    library = cache_folder() / f"{level}-{build_key(level)}.so"
-    if library.exists():
-        return library
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with open(library.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                if on_progress is not None:
-                    on_progress(f"compiling native ops ({level})")
-                _compile(level, library)
-    except OSError as error:
-        raise BuildError(f"{error.filename or library} cannot be written: {error.strerror or error}") from error
-    return library
 
+    def tell() -> None:
+        if on_progress is not None:
+            on_progress(f"compiling native ops ({level})")
 
-def _compile(level: str, library: Path) -> None:
-    """One compiler process per source file, then the linker; an atomic rename at the end."""
-    compiler = find_compiler()
-    flags = [*_COMMON_FLAGS, *LEVELS[level]]
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
-        sources = [path for path in source_files() if path.suffix == ".cpp"]
-        objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
-        commands = [[compiler, *flags, "-c", str(source), "-o", out] for source, out in zip(sources, objects)]
-        running = [
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for command in commands
-        ]
-        failures = [process.communicate()[1] for process in running]
-        if any(process.returncode for process in running):
-            raise BuildError(f"{compiler} failed: {_first_error(''.join(failures))}")
-        linked = str(Path(folder) / "linked.so")
-        link = subprocess.run(
-            [compiler, "-shared", "-pthread", *objects, "-o", linked], capture_output=True, text=True, check=False
-        )
-        if link.returncode:
-            raise BuildError(f"{compiler} failed: {_first_error(link.stderr)}")
-        os.replace(linked, library)
-
-
-def _first_error(output: str) -> str:
-    lines = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no message"]
-    return lines[0]
+    return build_once(
+        cache_folder() / f"{level}-{build_key(level)}.so",
+        [path for path in source_files() if path.suffix == ".cpp"],
+        [*_COMMON_FLAGS, *LEVELS[level]],
+        tell,
+    )
 
 
 def load_library(level: str) -> ctypes.CDLL:

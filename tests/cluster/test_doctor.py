@@ -27,12 +27,12 @@ def test_every_verdict_but_ok_comes_with_advice() -> None:
 
 
 def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.kernels.cpu import build
+    from tandem.kernels import compiler
 
-    build.find_compiler.cache_clear()
+    compiler.find_compiler.cache_clear()
     monkeypatch.setenv("TANDEM_CXX", "/nowhere/g++")
     assert found()["compiler"].verdict == "fail"
-    build.find_compiler.cache_clear()
+    compiler.find_compiler.cache_clear()
 
 
 def test_a_taken_port() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import reference_sampling
-from tandem.kernels.cpu.build import BuildError
+from tandem.kernels.compiler import BuildError
 from tandem.kernels.ops import Constraints, Ops, Penalties, Sampled, SamplingInputs, load_ops
 from tandem.kernels.philox import uniform
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.kernels import compiler
+from tandem.kernels.compiler import BuildError
 from tandem.kernels.cpu import build
-from tandem.kernels.cpu.build import BuildError
 from tandem.workers.backend import create_ops
 
 COUNTING_COMPILER = """#!/bin/sh
@@ -24,7 +25,7 @@ exec g++ "$@"
 
 def forget() -> None:
     """What this process knows of compilers and machines; the caches are per process, the tests are not."""
-    for cached in (build.find_compiler, build._compiler_version, build.build_key, build._survives):
+    for cached in (compiler.find_compiler, compiler.compiler_version, build.build_key, build._survives):
         cached.cache_clear()
 
 
@@ -33,7 +34,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder."""
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(build.LEVEL_VARIABLE, raising=False)
-    monkeypatch.delenv(build.COMPILER_VARIABLE, raising=False)
+    monkeypatch.delenv(compiler.COMPILER_VARIABLE, raising=False)
     forget()
     yield tmp_path
     forget()
@@ -42,10 +43,10 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def compiler_log(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A g++ that writes down its calls."""
-    log, compiler = fresh / "calls", fresh / "counting-g++"
-    compiler.write_text(COUNTING_COMPILER.format(log=log))
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv(build.COMPILER_VARIABLE, str(compiler))
+    log, wrapper = fresh / "calls", fresh / "counting-g++"
+    wrapper.write_text(COUNTING_COMPILER.format(log=log))
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv(compiler.COMPILER_VARIABLE, str(wrapper))
     monkeypatch.setattr(build, "_COMMON_FLAGS", ("-std=c++17", "-O0", "-fPIC", "-w"))
     return log
 
@@ -114,7 +115,7 @@ def test_compiling_is_told(compiler_log: Path) -> None:
 
 
 def test_a_compiler_that_is_named_but_missing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(build.COMPILER_VARIABLE, "/nowhere/g++")
+    monkeypatch.setenv(compiler.COMPILER_VARIABLE, "/nowhere/g++")
     with pytest.raises(BuildError, match=r"/nowhere/g\+\+ \(TANDEM_CXX\) is not there"):
         build.build("plain")
 
@@ -123,7 +124,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(fresh: Path, monkeyp
     monkeypatch.setattr(build, "_COMMON_FLAGS", ("-fno-such-flag",))
     with pytest.raises(BuildError, match="no-such-flag"):
         build.build("plain")
-    assert [path.suffix for path in build.cache_folder().iterdir()] == [".lock"]
+    assert [path.suffix for path in compiler.cache_folder().iterdir()] == [".lock"]
 
 
 def test_a_level_that_is_listed_but_refused_is_passed_over(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
