@@ -70,10 +70,11 @@ class Conversation:
         self.finished_choices: set[int] = set()
         """Choices that the gateway wants no more of."""
         self.use_prefill: asyncio.Queue[UsePrefill] = asyncio.Queue()
-        self._connection = connection
+        self.connection = connection
+        """To the gateway that asks."""
 
     def send(self, message: Message) -> None:
-        self._connection.send(message)
+        self.connection.send(message)
 
     def start(self, *, cached: CachedTokens | None = None) -> None:
         prefill = self.submit.prefill

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from tandem.cluster.bench.engine_cli import engine, ops
+from tandem.cluster.bench.gateway_cli import gateway
 from tandem.cluster.bench.router_cli import router
 from tandem.workers.errors import UserError
 
@@ -21,6 +22,7 @@ bench_app = typer.Typer(
 )
 bench_app.command("engine")(engine)
 bench_app.command("ops")(ops)
+bench_app.command("gateway")(gateway)
 bench_app.command("router")(router)
 
 

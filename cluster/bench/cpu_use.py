@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,3 +51,40 @@ def _ticks(folder: Path, process_group: int) -> int:
     if int(fields[2]) != process_group and int(folder.name) != os.getpid():
         return 0
     return sum(int(field) for field in fields[11:15])
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMoment:
+    """The clocks, in seconds, when one process was looked at. Its CPU time ticks every 10 ms."""
+
+    wall_s: float
+    cpu_s: float
+    """Of all its threads."""
+    busy_s: float
+    """Of all cores."""
+    own_s: float
+    """CPU time of all that we watch, this process among them."""
+
+    @classmethod
+    def of(cls, pid: int, watched: Sequence[int] = ()) -> ProcessMoment:
+        """Raises `ProcessLookupError` or `FileNotFoundError` when the process is gone."""
+        tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+        ticks = {each: _own_ticks(each) for each in {pid, os.getpid(), *watched}}
+        busy = busy_ticks((_PROC / "stat").read_text())
+        return cls(time.monotonic(), ticks[pid] * tick_s, busy * tick_s, sum(ticks.values()) * tick_s)
+
+    def others_since(self, earlier: ProcessMoment) -> float:
+        """Cores that all processes but the watched ones kept busy, on average."""
+        others_s = (self.busy_s - earlier.busy_s) - (self.own_s - earlier.own_s)
+        return max(0.0, others_s) / (self.wall_s - earlier.wall_s)
+
+
+def _own_ticks(pid: int) -> int:
+    """CPU ticks of one process, without those of its children."""
+    text = (_PROC / str(pid) / "stat").read_text()
+    return sum(int(field) for field in text[text.rindex(")") + 2 :].split()[11:13])
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of one process that is really there."""
+    return int((_PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

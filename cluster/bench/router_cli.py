@@ -47,8 +47,8 @@ def router(
     console = Console(stderr=True)
     try:
         options = RouterBenchOptions(
-            num_workers=_numbers("--workers", workers),
-            prompt_tokens=_numbers("--tokens", tokens),
+            num_workers=numbers("--workers", workers),
+            prompt_tokens=numbers("--tokens", tokens),
             num_blocks=blocks,
             num_decisions=decisions,
             budget_s=budget,
@@ -60,7 +60,7 @@ def router(
         if json_path == "-":
             sys.stdout.buffer.write(to_json(report))
         elif json_path is not None:
-            _write(json_path, to_json(report))
+            write(json_path, to_json(report))
     except UserError as error:
         console.print(f"tandem bench router: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
@@ -102,7 +102,8 @@ def to_json(report: RouterReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(asdict(report) | {"cases": cases}), indent=2) + b"\n"
 
 
-def _write(path: str, content: bytes) -> None:
+def write(path: str, content: bytes) -> None:
+    """Raises `UserError`."""
     try:
         with open(path, "wb") as file:
             file.write(content)
@@ -110,7 +111,7 @@ def _write(path: str, content: bytes) -> None:
         raise UserError(f"{path}: cannot be written: {error}") from error
 
 
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
+def numbers(flag: str, text: str) -> tuple[int, ...]:
     """`1,100` as numbers of at least 1."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
