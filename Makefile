@@ -28,7 +28,7 @@ unit: .venv/.installed
 
 # Three machines as network namespaces: needs root and `ip`, and a minute; not part of `make test`.
 test-hosts: .venv/.installed
-	RUN_HOST_TESTS=1 $(BIN)/pytest tests/deploy/test_hosts.py $(ARGS)
+	RUN_HOST_TESTS=1 $(BIN)/pytest tests/deploy/test_hosts.py tests/deploy/test_lost_clients.py $(ARGS)
 
 # Programs of others against the API. Installs 480 MB of them, which takes longer than the tests: not a part of `test`.
 clients: .venv/.installed

@@ -17,14 +17,14 @@ from tandem.workers.errors import UserError
 
 BACKLOG = 2048
 """Connections that wait to be accepted; the system's own limit holds, too (net.core.somaxconn)."""
-USER_TIMEOUT_MS = 7_000
+USER_TIMEOUT_MS = 6_000
 """How long sent bytes may stay unacknowledged, and how long a silent client may leave probes unanswered. One that
 vanishes (cable pulled, machine asleep) is noticed after this; after twice this where the first bytes for it are sent
 just before. The system's own defaults are a quarter of an hour, and two hours."""
 PROBE_AFTER_S = 3
-PROBE_EVERY_S = 2
+PROBE_EVERY_S = 1
 MAX_PROBES = 3
-"""3 s of silence, then probes after 3, 5 and 7 s: whoever has answered none of them by USER_TIMEOUT_MS is gone."""
+"""Three seconds of silence, then a probe each second: whoever has answered none of them by USER_TIMEOUT_MS is gone."""
 
 
 def bind(host: str, port: int, *, flag: str) -> socket.socket:

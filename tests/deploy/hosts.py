@@ -17,6 +17,8 @@ from pathlib import Path
 
 NETWORK = "198.18.77.0/24"
 """Of the addresses that are set aside for testing networks."""
+HERE = "198.18.77.254"
+"""The machine that runs the tests, as the hosts see it."""
 
 
 def reason_to_skip() -> str | None:
@@ -98,7 +100,7 @@ class Network:
 
     def __enter__(self) -> Network:
         self._ip("link", "add", self._bridge, "type", "bridge")
-        self._ip("addr", "add", "198.18.77.254/24", "dev", self._bridge)
+        self._ip("addr", "add", f"{HERE}/24", "dev", self._bridge)
         self._ip("link", "set", self._bridge, "up")
         return self
 
@@ -123,6 +125,10 @@ class Network:
         self.hosts.append(host)
         self._wait_booted(host)
         return host
+
+    def pull_the_cable(self, host: Host) -> None:
+        """It lives on, and nothing that it sends arrives anywhere."""
+        self._ip("link", "set", f"{self._tag}v{1 + self.hosts.index(host)}", "down")
 
     def _boot(self, space: str, name: str) -> subprocess.Popen[bytes]:
         # /tmp/ray of its own; and no host outlives ten minutes
