@@ -18,6 +18,7 @@ import msgspec
 
 from tandem.workers.beams import Answer
 from tandem.workers.connection import Connection
+from tandem.workers.embedder import Embedder
 from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
 from tandem.workers.fill import Filler
@@ -87,6 +88,7 @@ class DecodeWorker:
         filler: Filler,
         peers: Peers,
         metrics: WorkerMetrics,
+        embedder: Embedder,
     ) -> None:
         self.address = address
         self.engine = engine
@@ -94,6 +96,7 @@ class DecodeWorker:
         self.filler = filler
         self.peers = peers
         self.metrics = metrics
+        self.embedder = embedder
         filler.source_of = self._source_of
         self._requests: dict[tuple[Connection, str], ActiveRequest] = {}
         self._by_engine_id: dict[str, ActiveRequest] = {}
@@ -122,18 +125,22 @@ class DecodeWorker:
             case Pair():
                 for address in message.prefill:
                     self._tasks.spawn(self._pair(connection, address), f"pair with {address.worker_id}")
+            case _ if self.embedder.try_handle(connection, message):
+                return
             case _ if not self.promises.try_handle(connection, message):
                 raise ProtocolError(f"a decode worker does not take {type(message).__name__}")
 
     def connection_lost(self, connection: Connection) -> None:
         for active in [active for active in self._requests.values() if active.connection is connection]:
             self._cancel(active)
+        self.embedder.connection_lost(connection)
         self.promises.connection_lost(connection)
 
     async def close(self) -> None:
         """End what is under way; blocks that a pull may still write stay unused, since the worker is going."""
         for active in list(self._requests.values()):
             self._cancel(active)
+        await self.embedder.close()
         await self.promises.close()
         await self._tasks.wait()
         await self.peers.close()
@@ -143,6 +150,8 @@ class DecodeWorker:
         """A step ended: one frame per gateway connection carries the tokens of all its requests."""
         chunks: dict[Connection, list[TokenChunk]] = defaultdict(list)
         for output in outputs:
+            if self.embedder.try_take(output):
+                continue
             active = self._by_engine_id.get(output.sequence.request_id)
             if active is None:
                 continue
@@ -162,6 +171,8 @@ class DecodeWorker:
 
     def on_incoming(self, sequence: Sequence) -> None:
         """The engine admitted a sequence whose KV is elsewhere, or is to be computed elsewhere."""
+        if self.embedder.try_fill(sequence):
+            return
         active = self._by_engine_id[sequence.request_id]
         fill = self._tasks.spawn(self._fill(active, sequence), f"fill {sequence.request_id}")
         # However it ends, even before it began: a cancelled sequence's blocks are given back when no pull is left.
@@ -291,7 +302,9 @@ class DecodeWorker:
     def _source_of(self, sequence: Sequence) -> KVSource | None:
         """Whence this worker may fetch: only if it is to read the prompt itself."""
         active = self._by_engine_id.get(sequence.request_id)
-        return None if active is None or active.prefill is not None else active.source
+        if active is None:
+            return self.embedder.source_of(sequence)
+        return None if active.prefill is not None else active.source
 
     async def _fill(self, active: ActiveRequest, sequence: Sequence) -> None:
         """Bring what exists already; have the rest handed over, or compute it here."""

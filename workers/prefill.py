@@ -13,6 +13,7 @@ import asyncio
 from dataclasses import dataclass
 
 from tandem.workers.connection import Connection
+from tandem.workers.embedder import Embedder
 from tandem.workers.engine import Engine, StepOutput
 from tandem.workers.errors import ProtocolError, RequestError
 from tandem.workers.fill import Filler
@@ -47,6 +48,7 @@ class PrefillWorker:
         filler: Filler,
         peers: Peers,
         metrics: WorkerMetrics,
+        embedder: Embedder,
     ) -> None:
         self.engine = engine
         self.kv_cache = kv_cache
@@ -54,6 +56,7 @@ class PrefillWorker:
         self.filler = filler
         self.peers = peers
         self.metrics = metrics
+        self.embedder = embedder
         self._readings: dict[Sequence, Reading] = {}
         self._preparing: dict[tuple[Connection, str], asyncio.Task[None]] = {}
         """Whose grammar is being compiled."""
@@ -71,12 +74,13 @@ class PrefillWorker:
             self._take(connection, message)
         elif isinstance(message, Cancel) and (connection, message.request_id) in self._preparing:
             self._preparing[connection, message.request_id].cancel()
-        elif not self.promises.try_handle(connection, message):
+        elif not self.embedder.try_handle(connection, message) and not self.promises.try_handle(connection, message):
             raise ProtocolError(f"a prefill worker does not take {type(message).__name__}")
 
     async def close(self) -> None:
         for preparing in self._preparing.values():
             preparing.cancel()
+        await self.embedder.close()
         await self.promises.close()
         await self._tasks.wait()
         await self.peers.close()
@@ -86,11 +90,14 @@ class PrefillWorker:
         for (whose, _), preparing in self._preparing.items():
             if whose is connection:
                 preparing.cancel()
+        self.embedder.connection_lost(connection)
         self.promises.connection_lost(connection)
 
     def on_outputs(self, outputs: list[StepOutput]) -> None:
         """A step ended: publish the blocks that it completed."""
         for output in outputs:
+            if self.embedder.try_take(output):
+                continue
             promise = self.promises.of(output.sequence)
             if promise is None:
                 self.engine.release(output.sequence)
@@ -101,6 +108,8 @@ class PrefillWorker:
 
     def on_incoming(self, sequence: Sequence) -> None:
         """The engine admitted a sequence whose beginning may be brought from elsewhere."""
+        if self.embedder.try_fill(sequence):
+            return
         reading = self._readings[sequence]
         reading.fill = self._tasks.spawn(self._fill(sequence, reading), f"fill {sequence.request_id}")
         # However it ends, even before it began: a cancelled sequence's blocks are given back when nobody writes them.
@@ -110,7 +119,7 @@ class PrefillWorker:
 
     def _source_of(self, sequence: Sequence) -> KVSource | None:
         reading = self._readings.get(sequence)
-        return None if reading is None else reading.source
+        return self.embedder.source_of(sequence) if reading is None else reading.source
 
     def _take(self, connection: Connection, message: Prefill) -> None:
         text, grammars = message.sampling.grammar, self.engine.grammars

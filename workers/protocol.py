@@ -11,13 +11,13 @@ Opening a connection (mutual proof of the cluster key, nothing secret crosses th
 
 Then, on a gateway's connection to a worker that decodes (decode or aggregated):
 
-    gateway -> Submit, Cancel, FinishChoice, UsePrefill, Pair, Ping
-    worker  -> Started, Tokens, Failed, NeedPrefill, Paired, Pong
+    gateway -> Submit, Cancel, FinishChoice, UsePrefill, Pair, Embed, Ping
+    worker  -> Started, Tokens, Failed, NeedPrefill, Paired, Embedded, Pong
 
 on a gateway's connection to a prefill worker:
 
-    gateway -> Ping
-    worker  -> Pong
+    gateway -> Embed, Cancel, Ping
+    worker  -> Embedded, Failed, Pong
 
 and on a worker's connection to another one (one connection carries many requests; the second answers):
 
@@ -118,6 +118,17 @@ class Pair(Message, frozen=True, kw_only=True):
     prefill: tuple[WorkerAddress, ...]
 
 
+class Embed(Message, frozen=True, kw_only=True):
+    """Read these tokens and say where the model puts them: answered by `Embedded` or `Failed`. `source`: whence their
+    beginning may be fetched instead of computed."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    salt: str = ""
+    retention: Retention = Retention()
+    source: KVSource | None = None
+
+
 class Ping(Message, frozen=True, kw_only=True):
     pass
 
@@ -138,6 +149,15 @@ class Started(Message, frozen=True, kw_only=True):
     """From the end of prefill to the sequence joining the batch; None when it was prefilled locally."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """If they were asked for: of each token of the prompt but the first."""
+
+
+class Embedded(Message, frozen=True, kw_only=True):
+    """`embedding`: a vector of unit length, little-endian float32."""
+
+    request_id: str
+    embedding: bytes
+    cached: CachedTokens
+    queue_s: float
 
 
 class Tokens(Message, frozen=True, kw_only=True):
@@ -255,8 +275,8 @@ class Confirmed(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Challenge | Hello | Welcome
-    | Submit | Cancel | FinishChoice | UsePrefill | Pair | Ping
-    | Started | Tokens | Failed | NeedPrefill | Paired | Pong
+    | Submit | Cancel | FinishChoice | UsePrefill | Pair | Embed | Ping
+    | Started | Tokens | Failed | NeedPrefill | Paired | Embedded | Pong
     | Describe | Fetch | Prefill | Renew | Confirm
     | Description | TicketPart | Renewed | Confirmed
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tandem.workers.backend import create_ops
 from tandem.workers.config import WorkerConfig
 from tandem.workers.connection import Connection, accept
 from tandem.workers.decode import DecodeWorker
+from tandem.workers.embedder import Embedder
 from tandem.workers.engine import Engine, StepOutput, StepTimes
 from tandem.workers.errors import ProtocolError, UserError, WorkerUnavailable
 from tandem.workers.fill import Filler
@@ -31,6 +32,7 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.offload.create import create_tiers
 from tandem.workers.offload.records import TierEvent, nobody_listens
 from tandem.workers.peers import Peers, write_probe_pattern
+from tandem.workers.pooling import read_pooling
 from tandem.workers.prefill import PrefillWorker
 from tandem.workers.prefix_cache import CacheEvent
 from tandem.workers.promises import Promises
@@ -196,9 +198,10 @@ class WorkerServer:
         reader = Reader(kv_cache, self.transfer, metrics, settle)
         filler = Filler(self.address, engine, reader, peers, tiers, self._speed_meter.speeds)
         promises = Promises(self.address, engine, kv_cache, self.transfer, metrics)
+        embedder = Embedder(self.address, engine, filler, metrics, read_pooling(config.model_path))
         if config.role == "prefill":
-            return PrefillWorker(engine, kv_cache, promises, filler, peers, metrics)
-        return DecodeWorker(self.address, engine, promises, filler, peers, metrics)
+            return PrefillWorker(engine, kv_cache, promises, filler, peers, metrics, embedder)
+        return DecodeWorker(self.address, engine, promises, filler, peers, metrics, embedder)
 
     async def _listen(self) -> asyncio.Server:
         try:
