@@ -208,9 +208,19 @@ class Engine:
         self.wake()
         return sequences
 
-    def hold_cached(self, request_id: str, token_ids: SequenceOf[int], salt: str, max_blocks: int) -> Sequence | None:
+    def hold_cached(
+        self,
+        request_id: str,
+        token_ids: SequenceOf[int],
+        salt: str,
+        max_blocks: int,
+        num_restorable: Callable[[SequenceOf[bytes]], int] = lambda keys: 0,
+    ) -> Sequence | None:
         """Own the first blocks of a prompt, as far as they are cached here and at most `max_blocks`, for somebody who
-        fetches them: a HELD sequence until `release` or `cancel`. None: not one is cached. Raises `RequestError`."""
+        fetches them: a HELD sequence until `release` or `cancel`. None: not one is cached. Raises `RequestError`.
+
+        `num_restorable(keys)`: how many of the blocks behind these the caller will bring from lower tiers. Then the
+        sequence is INCOMING until `hold_arrived`, or, once cancelled, `release_incoming`."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
         sequence = Sequence(
@@ -224,7 +234,9 @@ class Engine:
             hold=True,
             status=Status.HELD,
         )
-        if self.scheduler.hold_cached(sequence, max_blocks) == 0:
+        num_cached = self.scheduler.hold_cached(sequence, max_blocks)
+        self.scheduler.expect_held(sequence, num_restorable(sequence.block_keys[num_cached:]))
+        if not sequence.block_ids:
             return None
         self._requests[request_id] = {0: sequence}
         return sequence
@@ -298,6 +310,16 @@ class Engine:
             assert sequence.status is Status.INCOMING, sequence.status
             self.scheduler.blocks_arrived(sequence, num_tokens, source)
             self.wake()
+
+    def hold_arrived(self, sequence: Sequence) -> bool:
+        """No more blocks will be restored for an INCOMING sequence of `hold_cached`: it is HELD with those that it has.
+        False: it was cancelled meanwhile."""
+        if self.release_incoming(sequence):
+            return False
+        assert sequence.status is Status.INCOMING, sequence.status
+        self.scheduler.hold_arrived(sequence)
+        self.wake()
+        return True
 
     def handover_finished(
         self, sequence: Sequence, first_token: SampledToken, prompt_logprobs: SequenceOf[TokenLogprobs] = ()

@@ -53,6 +53,7 @@ class FetchAttempt(Attempt):
             salt=self._salt,
             first_block=self._first,
             max_blocks=self._end - self._first,
+            timeout_s=self._left_s,
         )
 
     @property

@@ -18,7 +18,7 @@ from tandem.workers.engine import Engine
 from tandem.workers.errors import TransferError
 from tandem.workers.fetch import FetchAttempt
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed, compute_seconds
-from tandem.workers.offload.tiers import Tiers, Wanted
+from tandem.workers.offload.tiers import Tiers, wanted_blocks
 from tandem.workers.peers import Peers
 from tandem.workers.sequence import Sequence
 from tandem.workers.tasks import Tasks
@@ -111,7 +111,7 @@ class Filler:
         if self.tiers is None or not self._do_tiers_pay(sequence, first):
             return
         num_tokens = first * self._block_size
-        async for source, num_blocks in self.tiers.restore(self._wanted(sequence, first)):
+        async for source, num_blocks in self.tiers.restore(wanted_blocks(sequence, self._block_size)):
             num_tokens += num_blocks * self._block_size
             self.engine.blocks_arrived(sequence, num_tokens, source)
 
@@ -120,18 +120,6 @@ class Filler:
         if self.tiers is None or end == first:
             return False
         return self.tiers.seconds(sequence.block_keys[first:end]) < self._compute_s(first, end)
-
-    def _wanted(self, sequence: Sequence, first: int) -> list[Wanted]:
-        size, keys = self._block_size, sequence.block_keys
-        return [
-            Wanted(
-                keys[index],
-                keys[index - 1] if index else None,
-                tuple(sequence.token_ids[index * size : (index + 1) * size]),
-                sequence.block_ids[index],
-            )
-            for index in range(first, first + sequence.num_tier_blocks)
-        ]
 
     # A peer
 

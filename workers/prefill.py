@@ -161,6 +161,18 @@ class PrefillWorker:
     async def _fill(self, sequence: Sequence, reading: Reading) -> None:
         if await self.filler.fill(sequence, reading.salt):
             self.engine.handover_abandoned(sequence, sequence.num_computed)
+            await self._publish_found(sequence)
+
+    async def _publish_found(self, sequence: Sequence) -> None:
+        """What was brought is complete: it is pulled while the first chunk is computed. If that is faster than the
+        digests are, it publishes all of this itself."""
+        promise = self.promises.of(sequence)
+        if promise is None:
+            return
+        found = sequence.block_ids[: sequence.num_computed // self.engine.config.block_size]
+        digests = await asyncio.to_thread(lambda: [self.kv_cache.digest(block_id) for block_id in found])
+        if found and promise.num_blocks == 0 and self.promises.of(sequence) is promise:
+            self.promises.publish(promise, len(found), digests, is_last=False)
 
     def _ended(self, sequence: Sequence, is_incoming: bool) -> None:
         reading = self._readings.pop(sequence, None)  # none: somebody fetched what was cached

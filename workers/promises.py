@@ -1,6 +1,6 @@
 """The owner's side of every transfer: blocks promised to others, and kept until the promise ends.
 
-    Prefill (prefill.py) or Fetch ──> TicketPart* ──> Confirm, Cancel, a lost connection, or the end of the lease
+    Prefill (prefill.py), Fetch (lend.py) ──> TicketPart* ──> Confirm, Cancel, a lost connection, the end of the lease
 
 A promise belongs to the connection that asked for it; nobody else can renew, confirm or cancel it. Workers of every
 role make promises: what is cached here may be fetched by whoever shows that he knows its tokens.
@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 from tandem.workers.connection import Connection
 from tandem.workers.engine import Engine
-from tandem.workers.errors import RequestError
 from tandem.workers.kv_cache import KVCache
+from tandem.workers.lend import Lender
 from tandem.workers.metrics import WorkerMetrics
+from tandem.workers.offload.tiers import Tiers
 from tandem.workers.protocol import (
     AnyMessage,
     Cancel,
@@ -34,7 +35,6 @@ from tandem.workers.protocol import (
     TicketPart,
 )
 from tandem.workers.sequence import Sequence
-from tandem.workers.tasks import Tasks
 from tandem.workers.transfer.base import Transfer
 from tandem.workers.types import CachedTokens, KVTicket, TicketBlock, TokenChunk, TokenLogprobs, WorkerAddress
 
@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 LEASE_CHECK_S = 1.0
 NOTHING_CACHED = CachedTokens()
-FETCH_PART_BLOCKS = 32
-"""Blocks per part of a fetch's ticket: the reader pulls one part while digests of the next are computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,17 +57,25 @@ class Promise:
     """How many of the sequence's blocks the parts so far have listed or passed over."""
     generations: dict[int, int] = field(default_factory=dict)
     """Block id -> generation, of all blocks in the ticket so far."""
+    lending: asyncio.Task[None] | None = None
+    """Publishes, and first restores, what is lent (lend.py)."""
 
 
 class Promises:
     """Answers other workers. Runs on the worker's event loop.
 
-    `on_ended(sequence, is_incoming)` is called when a promise has ended. `is_incoming`: somebody fills its blocks, and
-    must `release_incoming` when that is over.
+    `on_ended(sequence, is_incoming)` is called when a promise that prefill.py made has ended. `is_incoming`: somebody
+    fills its blocks, and must `release_incoming` when that is over.
     """
 
     def __init__(
-        self, address: WorkerAddress, engine: Engine, kv_cache: KVCache, transfer: Transfer, metrics: WorkerMetrics
+        self,
+        address: WorkerAddress,
+        engine: Engine,
+        kv_cache: KVCache,
+        transfer: Transfer,
+        metrics: WorkerMetrics,
+        tiers: Tiers | None = None,
     ) -> None:
         self.address = address
         self.engine = engine
@@ -79,7 +85,7 @@ class Promises:
         self.lease_s = engine.config.lease_s
         self.on_ended: Callable[[Sequence, bool], None] = lambda sequence, is_incoming: None
         self._promises: dict[str, Promise] = {}
-        self._tasks = Tasks()
+        self._lender = Lender(self, tiers)
 
     async def run(self) -> None:
         """End leases that nobody renews. The backstop: in the normal course of things a message does it."""
@@ -97,7 +103,7 @@ class Promises:
             case Describe():
                 connection.post(self._description())
             case Fetch():
-                self._begin_fetch(connection, message)
+                self._lender.begin(connection, message)
             case Renew():
                 for request_id in message.request_ids:
                     if promise := self._promise(connection, request_id):
@@ -119,7 +125,7 @@ class Promises:
     async def close(self) -> None:
         for promise in list(self._promises.values()):
             self.end(promise)
-        await self._tasks.wait()
+        await self._lender.close()
 
     def of(self, sequence: Sequence) -> Promise | None:
         promise = self._promises.get(sequence.request_id)
@@ -169,7 +175,10 @@ class Promises:
         if self._promises.get(promise.request_id) is promise:
             del self._promises[promise.request_id]
         incoming = self.engine.cancel(promise.request_id)
-        self.on_ended(promise.sequence, bool(incoming))
+        if promise.lending is None:
+            self.on_ended(promise.sequence, bool(incoming))
+        else:
+            promise.lending.cancel()
 
     def break_off(self, promise: Promise, reason: str) -> None:
         """It cannot be kept: the sequence has ended."""
@@ -192,51 +201,6 @@ class Promises:
     def _promise(self, connection: Connection, request_id: str) -> Promise | None:
         promise = self._promises.get(request_id)
         return promise if promise is not None and promise.connection is connection else None
-
-    def _begin_fetch(self, connection: Connection, message: Fetch) -> None:
-        if message.first_block < 0 or message.max_blocks < 0:
-            self.refuse(connection, message.request_id, "negative numbers of blocks")
-            return
-        end = message.first_block + message.max_blocks
-        try:
-            sequence = self.engine.hold_cached(message.request_id, message.token_ids, message.salt, end)
-        except RequestError as error:
-            self.refuse(connection, message.request_id, str(error))
-            return
-        if sequence is None or len(sequence.block_ids) <= message.first_block:
-            if sequence is not None:
-                self.engine.release(sequence)
-            connection.post(TicketPart(ticket=self._empty_ticket(message.request_id)))
-            return
-        promise = self.begin(connection, sequence)
-        promise.num_blocks = message.first_block
-        self._tasks.spawn(self._publish_cached(promise), f"publish {message.request_id}")
-
-    async def _publish_cached(self, promise: Promise) -> None:
-        """The blocks are owned, so they do not change while a thread computes their digests."""
-        block_ids = promise.sequence.block_ids
-        for start in range(promise.num_blocks, len(block_ids), FETCH_PART_BLOCKS):
-            end = min(start + FETCH_PART_BLOCKS, len(block_ids))
-            digests = await asyncio.to_thread(self._digests, block_ids[start:end])
-            if self.of(promise.sequence) is not promise:
-                return
-            self.publish(promise, end, digests, is_last=end == len(block_ids))
-
-    def _digests(self, block_ids: list[int]) -> list[bytes]:
-        return [self.kv_cache.digest(block_id) for block_id in block_ids]
-
-    def _empty_ticket(self, request_id: str) -> KVTicket:
-        address = self.address
-        return KVTicket(
-            request_id=request_id,
-            worker_id=address.worker_id,
-            epoch=address.epoch,
-            part=0,
-            blocks=(),
-            lease_s=self.lease_s,
-            cached=NOTHING_CACHED,
-            last=True,
-        )
 
     def _confirm(self, connection: Connection, message: Confirm) -> Confirmed:
         promise = self._promise(connection, message.request_id)

@@ -221,7 +221,8 @@ class Prefill(Message, frozen=True, kw_only=True):
 
 class Fetch(Message, frozen=True, kw_only=True):
     """Which blocks of this prompt are cached with you, from `first_block` on? Keep them for me until I confirm. The
-    answer is a ticket without a first token, which may list fewer blocks than asked for, or none."""
+    answer is a ticket without a first token, which may list fewer blocks than asked for, or none. What lower tiers hold
+    is brought back for it as far as that can be done in half of `timeout_s`, by when the other computes instead."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -229,6 +230,7 @@ class Fetch(Message, frozen=True, kw_only=True):
     salt: str
     first_block: int
     max_blocks: int
+    timeout_s: float = 0.0
 
 
 class Renew(Message, frozen=True, kw_only=True):

@@ -203,6 +203,25 @@ class Scheduler:
         sequence.num_computed = sequence.num_registered * self.block_size
         return sequence.num_registered
 
+    def expect_held(self, sequence: Sequence, num_blocks: int) -> None:
+        """So many blocks more, for lower tiers to fill (INCOMING), as far as running ones do not need them to grow."""
+        num_blocks = min(num_blocks, self.pool.num_available - len(self.running) - len(self.incoming))
+        if num_blocks > 0:
+            fresh = self.pool.allocate(num_blocks)
+            self.pool.expect(fresh)
+            sequence.block_ids = sequence.block_ids + fresh
+            sequence.num_tier_blocks = num_blocks
+            sequence.status = Status.INCOMING
+            self.incoming[sequence.order] = sequence
+
+    def hold_arrived(self, sequence: Sequence) -> None:
+        """The fill of blocks that are held for somebody else has ended: what has not arrived is given back."""
+        num_arrived = self._first_incoming(sequence)
+        sequence.block_ids, missing = sequence.block_ids[:num_arrived], sequence.block_ids[num_arrived:]
+        self.pool.release(missing)
+        del self.incoming[sequence.order]
+        sequence.status = Status.HELD
+
     def arrived(self, sequence: Sequence, num_valid_tokens: int) -> None:
         """The fill has ended: the first `num_valid_tokens` have KV. The sequence joins the batch."""
         self.pool.arrived(sequence.block_ids[self._first_incoming(sequence) :])

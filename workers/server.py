@@ -197,7 +197,7 @@ class WorkerServer:
         settle = _nothing_waits if tiers is None else tiers.settle
         reader = Reader(kv_cache, self.transfer, metrics, settle)
         filler = Filler(self.address, engine, reader, peers, tiers, self._speed_meter.speeds)
-        promises = Promises(self.address, engine, kv_cache, self.transfer, metrics)
+        promises = Promises(self.address, engine, kv_cache, self.transfer, metrics, tiers)
         embedder = Embedder(self.address, engine, filler, metrics, read_pooling(config.model_path))
         if config.role == "prefill":
             return PrefillWorker(engine, kv_cache, promises, filler, peers, metrics, embedder)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from tandem.workers.offload.disk import DiskTier
 from tandem.workers.offload.host import HostEntry, HostTier
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed
 from tandem.workers.offload.records import Record, pack
+from tandem.workers.sequence import Sequence as KVSequence
 from tandem.workers.transfer.base import undisturbed
 from tandem.workers.types import FillSource
 
@@ -55,6 +56,20 @@ class Wanted:
     parent_key: bytes | None
     token_ids: tuple[int, ...]
     block_id: int
+
+
+def wanted_blocks(sequence: KVSequence, block_size: int) -> list[Wanted]:
+    """The `num_tier_blocks` blocks behind those that an INCOMING sequence has."""
+    first, keys = sequence.num_computed // block_size, sequence.block_keys
+    return [
+        Wanted(
+            keys[index],
+            keys[index - 1] if index else None,
+            tuple(sequence.token_ids[index * block_size : (index + 1) * block_size]),
+            sequence.block_ids[index],
+        )
+        for index in range(first, first + sequence.num_tier_blocks)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +259,7 @@ class Tiers:
 
     # Restoring
 
-    async def restore(self, wanted: Sequence[Wanted]) -> AsyncIterator[tuple[FillSource, int]]:
+    async def restore(self, wanted: Sequence[Wanted]) -> AsyncGenerator[tuple[FillSource, int], None]:
         """Bring blocks back, first to last, into blocks of the pool that nobody else writes. Yields whence and how many
         more have arrived, checked; ends at the first that is not held or damaged.
 

@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from fetch_scene import Scene
 
 from tandem.workers.config import WorkerConfig
 from tandem.workers.connection import Connection, connect
@@ -236,3 +237,10 @@ def make_request() -> Callable[..., Request]:
         )
 
     return make
+
+
+@pytest.fixture
+async def scene(bench: Any, make_request: Callable[..., Request]) -> AsyncIterator[Scene]:
+    scene = Scene(bench, make_request)
+    yield scene
+    await scene.proxy.stop()

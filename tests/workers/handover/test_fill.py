@@ -3,56 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from frame_proxy import Cut, FrameProxy
+from fetch_scene import (
+    FAILURES,
+    KEY,
+    NUM_BLOCKS,
+    PROMPT_LEN,
+    SMALL_POOL,
+    make_eager,
+    num_computed_by,
+    push_out,
+    renamed,
+)
+from frame_proxy import Cut
 
 from tandem.workers.connection import connect
 from tandem.workers.protocol import Cancel, Confirm, Confirmed, Failed, Fetch, TicketPart
-from tandem.workers.server import WorkerServer
 from tandem.workers.transfer.faulty import Delay, Fail, FaultPlan, FaultyTransfer, FlipBit, Hang, SkipBlock
-from tandem.workers.types import CachedTokens, KVSource, Request, WorkerSpeeds
-
-KEY = b"test key"
-PROMPT_LEN = 200  # 12 whole blocks and half a one
-NUM_BLOCKS = 12
-SMALL_POOL = 80 * 8192  # 72 blocks of the tiny model, and the probe's
-FAILURES = "kv_transfer_failures_total"
-
-
-def make_eager(server: WorkerServer, token_s: float = 0.05) -> None:
-    """The tiny model computes faster than anything is brought: say that it does not."""
-    server.role.filler._speeds = lambda: WorkerSpeeds(prefill_token_s=token_s)  # type: ignore[attr-defined]
-
-
-def renamed(request: Request, request_id: str) -> Request:
-    return msgspec.structs.replace(request, request_id=request_id)
-
-
-def num_computed_by(server: WorkerServer) -> list[int]:
-    """From now on, how many tokens each step of this worker computes."""
-    computed: list[int] = []
-    execute = server.engine.runner.execute
-
-    def counting(batch: Any) -> Any:
-        computed.append(sum(len(item.token_ids) for item in batch.items))
-        return execute(batch)
-
-    server.engine.runner.execute = counting  # type: ignore[method-assign]
-    return computed
-
+from tandem.workers.types import CachedTokens, KVSource, Request
 
 # Tiers
-
-
-async def push_out(gateway: Any, make_request: Callable[..., Request]) -> None:
-    """Prompts enough to evict everything from a small pool."""
-    for content in range(100, 103):
-        await gateway.ask(make_request(f"other {content}", 700, content=content, max_tokens=2))
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -126,6 +102,29 @@ async def test_tiers_are_used_under_a_handover_and_by_prefill_workers(
     await bench.settled()
 
 
+async def test_what_is_restored_is_pulled_while_the_rest_is_computed(
+    bench: Any, make_request: Callable[..., Request]
+) -> None:
+    prefill = await bench.worker("prefill", "p0", kv_cache_memory_bytes=SMALL_POOL, kv_host_memory_bytes=4 << 20)
+    decode = await bench.worker("decode", "d0")
+    make_eager(prefill)
+    gateway, request = await bench.gateway(decode), make_request("r", PROMPT_LEN)
+    other = await bench.gateway(await bench.worker("decode", "d1"))
+    cold = await other.ask(request, prefill.address)
+    for content in range(100, 103):
+        await other.ask(make_request(f"other {content}", 700, content=content, max_tokens=2), prefill.address)
+    await bench.settled()
+    go_on, execute = threading.Event(), prefill.engine.runner.execute
+    prefill.engine.runner.execute = lambda batch: go_on.wait(10) and execute(batch)
+    asked = asyncio.create_task(gateway.ask(request, prefill.address))
+    async with asyncio.timeout(5):
+        while decode.metrics.counters.get("kv_transfer_bytes_total", 0) < NUM_BLOCKS * 8192:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    go_on.set()
+    assert (await asked).outcome == cold.outcome
+    await bench.settled()
+
+
 async def test_a_tier_that_would_be_slower_is_not_used(bench: Any, make_request: Callable[..., Request]) -> None:
     worker = await bench.worker("aggregated", "a0", kv_cache_memory_bytes=SMALL_POOL, kv_host_memory_bytes=4 << 20)
     make_eager(worker, token_s=1e-9)
@@ -139,49 +138,6 @@ async def test_a_tier_that_would_be_slower_is_not_used(bench: Any, make_request:
 
 
 # Peers
-
-
-class Scene:
-    """A source that holds a prompt, behind a proxy; a reader under test; and one that says what is right."""
-
-    def __init__(self, bench: Any, make_request: Callable[..., Request]) -> None:
-        self.bench = bench
-        self.plan = FaultPlan()
-        self.proxy = FrameProxy()
-        self.request = make_request("r", PROMPT_LEN)
-
-    async def build(self, *, source: dict[str, Any] | None = None, token_s: float = 0.05, **changes: Any) -> None:
-        wrap = lambda transfer, pool: FaultyTransfer(transfer, pool, self.plan)  # noqa: E731
-        transfer = {"transfer": changes["transfer"]} if "transfer" in changes else {}
-        self.source = await self.bench.worker("decode", "s0", **transfer, **(source or {}))
-        self.source_gateway = await self.bench.gateway(self.source)
-        self.expected = await self.source_gateway.ask(self.request)
-        self.reader = await self.bench.worker("aggregated", "r0", wrap=wrap, **changes)
-        make_eager(self.reader, token_s)
-        self.gateway = await self.bench.gateway(self.reader)
-        self.behind_proxy = await self.proxy.start(self.source.address)
-        await self.reader.role.peers.get(self.behind_proxy)  # pairing is not part of what is counted
-        self.computed = num_computed_by(self.reader)
-
-    async def run(self, num_blocks: int = NUM_BLOCKS, **address: Any) -> CachedTokens:
-        """Where the prompt's tokens came from."""
-        source = KVSource(address=msgspec.structs.replace(self.behind_proxy, **address), num_blocks=num_blocks)
-        answer = await self.gateway.ask(self.request, source=source)
-        assert answer.outcome == self.expected.outcome
-        await self.bench.settled(4.0)
-        return answer.started[0].cached
-
-    @property
-    def failures(self) -> dict[str, float]:
-        counters = self.reader.metrics.counters
-        return {name: value for name, value in counters.items() if name.startswith(FAILURES)}
-
-
-@pytest.fixture
-async def scene(bench: Any, make_request: Callable[..., Request]) -> Any:
-    scene = Scene(bench, make_request)
-    yield scene
-    await scene.proxy.stop()
 
 
 @pytest.mark.parametrize("transfer", ["local", "nixl", "nccl"])
