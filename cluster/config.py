@@ -28,6 +28,7 @@ LogFormat = Literal["text", "json"]
 MetricsCompat = Literal["none", "vllm"]
 
 MIN_CLUSTER_KEY_LEN = 16
+MAX_GATEWAYS = 256
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +44,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     port: int = 8000
     admin_port: int = 8001
+    gateways: int = 1
     redis_url: str | None = None
     transfer: TransferName = "nixl"
     device: DeviceChoice = "auto"
@@ -132,6 +134,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _require_network(self, require: Callable[[bool, str, str], None]) -> None:
         require(bool(self.admin_host), "admin_host", "must not be empty")
+        require(1 <= self.gateways <= MAX_GATEWAYS, "gateways", f"must be from 1 to {MAX_GATEWAYS}")
         if self.worker_host is not None:
             check_worker_host(self.worker_host)
         num_workers = sum(self.num_workers)
@@ -160,9 +163,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise UserError("--decode and --aggregated are both 0: nobody would write tokens")
         if prefill > 0 and decode == 0:
             raise UserError(
-                f"--prefill {prefill} needs --decode of at least 1: aggregated workers take no KV from others"
+                f"--prefill {prefill} needs --decode of at least 1: aggregated workers read their prompts themselves"
             )
-        if self.transfer == "local" and prefill > 0:
+        if self.transfer == "local" and prefill + decode + aggregated > 1:
             raise UserError("--transfer local moves KV inside one process; workers here are processes of their own")
 
     @property

@@ -250,7 +250,7 @@ def _transfer(name: str, transports: str | None) -> Check:
         return Check(label, "fail", f"no end after {TRANSFER_TIMEOUT_S:.0f} s", "is UCX_NET_DEVICES or UCX_TLS set?")
     except (IndexError, ValueError):
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Check(label, "fail", last, "pip install nixl-cu12, or serve with --aggregated")
+        return Check(label, "fail", last, "pip install nixl-cu12, or serve with --aggregated 1")
     rate, transport = measured["gigabytes_per_s"], measured["transport"]
     found = f"{rate:.1f} GB/s ({transport})"
     if rate < SLOW_GIGABYTES_PER_S:

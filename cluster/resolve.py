@@ -196,7 +196,8 @@ def _worker_config(
         kv_host_memory_bytes=cluster.kv_host_memory_bytes,
         kv_disk_path=None if cluster.kv_disk_path is None else Path(cluster.kv_disk_path).absolute(),
         kv_disk_bytes=cluster.kv_disk_bytes or 0,
-        transfer="local" if role == "aggregated" else cluster.transfer,
+        # alone it has nobody to exchange KV with
+        transfer="local" if sum(cluster.num_workers) == 1 else cluster.transfer,
         num_threads=resolved.num_threads,
         seed=cluster.seed,
         tuning_file=cache_folder() / TUNING_FILE,

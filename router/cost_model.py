@@ -115,15 +115,15 @@ class Reading:
     source: Source | None = None
 
 
-def find_sources(request: RequestView, workers: Sequence[WorkerView]) -> list[WorkerView]:
-    """The workers that hold most of the prompt, the most first. Aggregated ones neither give nor take KV."""
+def find_sources(request: RequestView, workers: Iterable[WorkerView]) -> list[WorkerView]:
+    """The workers that hold most of the prompt, the most first, of whatever role."""
     overlap = request.overlap
     if not overlap:
         return []
     holders = [
         (-overlap[worker.worker_id], worker.num_routed, worker.worker_id, worker)
         for worker in workers
-        if worker.worker_id in overlap and worker.role != "aggregated"
+        if worker.worker_id in overlap
     ]
     return [worker for *_, worker in nsmallest(NUM_SOURCES, holders)]
 
@@ -133,7 +133,7 @@ def read(request: RequestView, worker: WorkerView, sources: Sequence[WorkerView]
     num_held = request.num_held_tokens(worker.worker_id)
     compute_s = _compute_s(request, worker, num_held)
     alone = Reading(compute_s, compute_s, request.num_prompt_tokens - num_held)
-    source = None if worker.role == "aggregated" else _best_source(worker, sources)
+    source = _best_source(worker, sources)
     if source is None:
         return alone
     num_blocks = request.num_held_tokens(source.worker_id) // request.block_size
@@ -211,56 +211,3 @@ def itl_while_reading_s(request: RequestView, decode: WorkerView, reading: Readi
     """The longest step that the streams of a decode worker see while it reads a prompt itself."""
     num_tokens = min(reading.num_tokens, decode.chunk_tokens)
     return itl_s(request, decode) + reading.compute_s * num_tokens / reading.num_tokens
-
-
-# Over all workers, for a first choice among hundreds: flat loops, and floats that the garbage collector does not count,
-# because these are most of a decision's time
-
-
-def prefill_costs_s(request: RequestView, prefills: Iterable[WorkerView], sources: Sequence[WorkerView]) -> list[float]:
-    """queue(w) + read(w) of each; a fetch is taken to come from the best source."""
-    num_tokens, block_size, overlap = request.num_prompt_tokens, request.block_size, request.overlap
-    most = request.num_held_tokens(sources[0].worker_id) if sources else 0
-    measured = sources[0].bytes_per_s if sources else {}
-    costs_s: list[float] = []
-    for worker in prefills:
-        speeds = worker.speeds
-        token_s, half_s = speeds.prefill_token_s, speeds.prefill_attended_s * 0.5
-        held = min(overlap[worker.worker_id] * block_size, num_tokens - 1) if worker.worker_id in overlap else 0
-        read_s = (num_tokens - held) * (token_s + half_s * (num_tokens + held))
-        if held < most:
-            num_bytes = (most - held) // block_size * request.block_bytes
-            fetch_s = speeds.handover_s + num_bytes / measured.get(worker.worker_id, START_BYTES_PER_S)
-            fetch_s += (num_tokens - most) * (token_s + half_s * (num_tokens + most))
-            if fetch_s < read_s:
-                read_s = fetch_s
-        costs_s.append(worker.num_waiting_tokens * token_s + read_s)
-    return costs_s
-
-
-def decode_costs_s(request: RequestView, decodes: Iterable[WorkerView]) -> list[float]:
-    """EXPECTED_TOKENS * itl(w) + room(w) of each."""
-    num_choices = request.num_choices
-    most_needed = -(-request.num_prompt_tokens // request.block_size) + num_choices
-    costs_s: list[float] = []
-    for worker in decodes:
-        speeds, num_sequences = worker.speeds, worker.num_sequences + num_choices
-        cost_s = EXPECTED_TOKENS * (speeds.decode_step_s + speeds.decode_sequence_s * num_sequences)
-        is_full = worker.max_num_seqs is not None and num_sequences > worker.max_num_seqs
-        if is_full or worker.num_available_blocks < most_needed:
-            cost_s += room_s(request, worker)
-        costs_s.append(cost_s)
-    return costs_s
-
-
-def best_of(workers: Sequence[WorkerView], costs_s: Sequence[float], count: int) -> list[WorkerView]:
-    """The `count` cheapest, those that were given fewer requests first among equals."""
-    if len(workers) <= count:
-        return list(workers)
-    limit_s = sorted(costs_s)[count - 1]
-    near = [
-        (cost_s, worker.num_routed, worker.worker_id, worker)
-        for cost_s, worker in zip(costs_s, workers)
-        if cost_s <= limit_s
-    ]
-    return [worker for *_, worker in nsmallest(count, near)]

@@ -77,6 +77,7 @@ def test_how_many_workers_are_started(asked: dict[str, int], workers: tuple[int,
         ({"redis_url": "http://u:secret@somewhere"}, "--redis-url must start with"),
         ({"api_key": ("good", "")}, "--api-key must not be empty"),
         ({"transfer": "local"}, "--transfer local"),
+        ({"transfer": "local", "aggregated": 2}, "--transfer local"),
     ],
 )
 def test_a_mistake_is_named_by_its_flag(fields: dict[str, Any], message: str) -> None:
@@ -98,6 +99,11 @@ def test_workers_share_cores_memory_and_key() -> None:
 def test_a_single_worker_gets_all_cores() -> None:
     (worker,) = worker_configs(resolved(aggregated=1), b"key")
     assert (worker.role, worker.num_threads) == ("aggregated", 4)
+    assert worker.transfer == "local", "nobody to exchange KV with"
+
+
+def test_several_aggregated_workers_can_fetch_from_each_other() -> None:
+    assert [worker.transfer for worker in worker_configs(resolved(aggregated=2), b"key")] == ["nixl", "nixl"]
 
 
 def test_a_small_machine_gives_a_share_of_its_memory() -> None:

@@ -234,7 +234,13 @@ def test_nothing_is_fetched_where_kv_must_not_travel() -> None:
     strangers = replace(D0, unpaired=frozenset({"p1"}))
     request = replace(LONG, block_bytes=1000, overlap={"d0": 30})
     assert pick_prefill(request, [P1, strangers, D1], D1) == Route("p1", "d1")
-    assert chosen(replace(LONG, overlap={"a0": 30}), [P0, replace(A0, num_sequences=99), D0]).source is None
+
+
+def test_aggregated_workers_fetch_and_lend() -> None:
+    request = replace(LONG, block_bytes=1000, overlap={"a0": 30})
+    busy, idle = replace(A0, num_sequences=99), WorkerView("a1", "aggregated")
+    assert chosen(request, [busy, idle]) == Route(None, "a1", Source("a0", 30))
+    assert chosen(request, [P0, busy, D0]) == Route("p0", "d0", Source("a0", 30))
 
 
 def test_decode_worker_fetches_too() -> None:

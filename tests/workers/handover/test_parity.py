@@ -85,15 +85,33 @@ async def test_every_source_of_kv_gives_the_same(bench: Any, requests: list[Requ
     for tier in ("host", "disk"):
         assert small.metrics.counters[f'kv_tier_bytes_total{{tier="{tier}",direction="out"}}'] > 0
 
-    reader = await bench.worker("aggregated", "reader", **sizes)
+    for transfer in ("local", "nixl"):  # the second one as several aggregated workers are served
+        source = whole
+        if transfer == "nixl":
+            source = await bench.worker("aggregated", "whole nixl", transfer=transfer, **sizes)
+            assert await ask_all(await bench.gateway(source), None, requests, 16, "nixl") == expected
+        reader = await bench.worker("aggregated", f"reader {transfer}", transfer=transfer, **sizes)
+        reader.role.filler._speeds = small.role.filler._speeds
+        gateway = await bench.gateway(reader)
+        answers = await asyncio.gather(
+            *(
+                gateway.ask(r, source=KVSource(address=source.address, num_blocks=len(r.prompt_token_ids) // 16))
+                for r in requests
+            )
+        )
+        assert [answer.outcome for answer in answers] == expected, transfer
+        assert reader.metrics.counters['kv_fetches_total{outcome="whole"}'] > 20
+        await bench.settled()
+
+    # a peer that has it in its host memory and on its disk
+    reader = await bench.worker("aggregated", "reader of tiers", **sizes)
     reader.role.filler._speeds = small.role.filler._speeds
     gateway = await bench.gateway(reader)
-    answers = await asyncio.gather(
-        *(
-            gateway.ask(r, source=KVSource(address=whole.address, num_blocks=len(r.prompt_token_ids) // 16))
-            for r in requests
-        )
-    )
-    assert [answer.outcome for answer in answers] == expected
-    assert reader.metrics.counters['kv_fetches_total{outcome="whole"}'] > 20
+    small.metrics.counters.clear()
+    for request in requests:
+        source_of = KVSource(address=small.address, num_blocks=len(request.prompt_token_ids) // 16)
+        answer = await gateway.ask(request, source=source_of)
+        assert answer.outcome == expected[int(request.request_id[1:])]
+    for tier in ("host", "disk"):
+        assert small.metrics.counters[f'kv_tier_bytes_total{{tier="{tier}",direction="out"}}'] > 0
     await bench.settled()
