@@ -98,6 +98,14 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """In a token's place: what may follow is not known yet. Compute the item's last token again in the next step."""
+
+
+LATER = Later()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pooled:
     """What came of an item with a `pool`: rows to be added up, in order."""
@@ -110,8 +118,8 @@ class Scored:
     """What came of an item with a `score`: one entry per target, and the token, if one was to be sampled."""
 
     logprobs: SequenceOf[TokenLogprobs]
-    token: SampledToken | Refusal | None
+    token: SampledToken | Refusal | Later | None
 
 
-StepResult = SampledToken | Refusal | Scored | Pooled | None
+StepResult = SampledToken | Refusal | Later | Scored | Pooled | None
 """What came of one item; None where nothing was to be sampled, scored or pooled."""

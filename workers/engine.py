@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.workers.batch import Batch, Pooled, Refusal, SampledToken, Scored, StepResult
+from tandem.workers.batch import Batch, Later, Pooled, Refusal, SampledToken, Scored, StepResult
 from tandem.workers.beams import Answer, as_beams
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
@@ -418,11 +418,14 @@ class Engine:
                 outputs.append(StepOutput(sequence, sequence.num_computed, error=STEP_FAILED))
                 self._finish(sequence)
                 continue
-            self.scheduler.advance(sequence, chunk.num_tokens)
             result = results[index]
             if isinstance(result, Scored):
                 sequence.prompt_logprobs += result.logprobs
                 result = result.token
+            num_tokens = chunk.num_tokens
+            if isinstance(result, Later):  # its last token stays uncomputed: the next step takes it once more
+                num_tokens, result = num_tokens - 1, None
+            self.scheduler.advance(sequence, num_tokens)
             if isinstance(result, Refusal):
                 outputs.append(StepOutput(sequence, sequence.num_computed, error=result.reason, is_retryable=False))
                 self._finish(sequence)

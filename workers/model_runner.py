@@ -135,7 +135,7 @@ class ModelRunner:
 
     def _compute(self, batch: Batch) -> list[StepResult]:
         specs = _specs(batch)
-        wait_for_masks = self._masks.begin(specs)
+        wait_for_masks = self._masks.begin(specs, num_others=len(batch.items) - len(specs))
         inputs = build(batch, self._kv_cache.block_size, self._kv_cache.tensor.device)
         if not specs:
             hidden = self.ops.run(lambda: self._forward(inputs.token_ids, inputs.layout))
@@ -165,6 +165,8 @@ class ModelRunner:
 
     def _score(self, hidden: Tensor, spec: ScoreSpec) -> list[TokenLogprobs]:
         """Few rows at a time: the logits of a whole chunk are large."""
+        if not spec.targets:
+            return []
         targets = torch.tensor(spec.targets, device=hidden.device)
         logprobs: list[TokenLogprobs] = []
         for few in torch.split(torch.arange(len(spec.targets)), self._max_num_seqs):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Constraints, Penalties, Sampled, SamplingInputs, StepLayout
-from tandem.workers.batch import Batch, BatchItem, Refusal, SampledToken, SampleSpec, StepResult
+from tandem.workers.batch import Batch, BatchItem, Later, Refusal, SampledToken, SampleSpec, StepResult
 from tandem.workers.masks import Mask
 from tandem.workers.types import SamplingParams, TokenLogprobs
 
@@ -145,12 +145,12 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def collect(batch: Batch, sampled: Sampled, masks: Sequence[Mask] | None = None) -> list[StepResult]:
-    """The sampled tokens as records, aligned with the batch's items. A row whose mask is a refusal has that instead."""
+    """The sampled tokens as records, aligned with the batch's items. A row whose mask is none has that instead."""
     results = _collect(batch, sampled)
     if masks is not None:
         rows = [index for index, item in enumerate(batch.items) if item.sample is not None]
         for index, mask in zip(rows, masks, strict=True):
-            if isinstance(mask, Refusal):
+            if isinstance(mask, Refusal | Later):
                 results[index] = mask
     return results
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from engine_play import MakeEngine, MakeRequest, fill, next_token, runner_of
 
-from tandem.workers.engine import StepOutput
+from tandem.workers.batch import LATER, StepResult
+from tandem.workers.engine import Step, StepOutput
 from tandem.workers.fake_runner import expected_tokens
 from tandem.workers.sequence import Sequence
 from tandem.workers.types import Retention
@@ -123,10 +124,15 @@ class World:
             start = chunk.sequence.num_computed
             self.computed.setdefault(chunk.sequence.order, set()).update(range(start, start + chunk.num_tokens))
         self.meddle()
-        results = None if self.rng.random() < 0.02 else runner_of(self.engine).execute(step.batch)
+        results = None if self.rng.random() < 0.02 else self.execute(step)
         self.meddle()
         for output in self.engine.apply(step, results):
             self.receive(output)
+
+    def execute(self, step: Step) -> list[StepResult]:
+        """Now and then it is not known yet what may follow."""
+        results = runner_of(self.engine).execute(step.batch)
+        return [LATER if result is not None and self.rng.random() < 0.05 else result for result in results]
 
     def meddle(self) -> None:
         """The loop is free while a step is in flight: anything but another step may happen."""

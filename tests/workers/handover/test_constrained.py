@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.workers import masks
 from tandem.workers.types import Choice, Request
 
 EOS = 2
@@ -66,7 +67,7 @@ def check_honoured(requests: list[Request], results: list[Any]) -> None:
     assert not any(41 in ids for ids in results[3][0].values())
 
 
-async def test_every_way_gives_the_same(bench: Any, requests: list[Request]) -> None:
+async def test_every_way_gives_the_same(bench: Any, requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = await bench.gateway(await bench.worker("aggregated", "whole", max_num_batched_tokens=512))
     expected = [(await outcomes(whole, None, [request], "alone"))[0] for request in requests]
     check_honoured(requests, expected)
@@ -76,6 +77,10 @@ async def test_every_way_gives_the_same(bench: Any, requests: list[Request]) -> 
     gateway = await bench.gateway(decode)
     assert await outcomes(gateway, prefill.address, requests, "handed over") == expected
     assert await outcomes(gateway, prefill.address, requests, "again") == expected
+    monkeypatch.setattr(masks, "PATIENCE_S", 0.0)  # now many a mask is late
+    scored = [msgspec.structs.replace(one.sampling, num_prompt_logprobs=1) for one in requests]
+    late = [msgspec.structs.replace(one, sampling=sampling) for one, sampling in zip(requests, scored)]
+    assert await outcomes(gateway, prefill.address, late, "late") == expected
     await bench.settled()
 
 
