@@ -91,7 +91,7 @@ class Attempt:
                         reason = "refused"
                     case Failed():
                         self._running.clear()
-                        failure = _translated(event)
+                        failure = translated(event)
                     case WorkerLost():
                         self._running.clear()
                         reason = "decode_lost"
@@ -180,7 +180,7 @@ class Attempt:
         self._dispatcher.on_room()
 
 
-def _translated(failure: Failed) -> ApiError:
+def translated(failure: Failed) -> ApiError:
     """A worker's refusal in the API's words. Only messages about the request itself are passed on."""
     if failure.code == "internal_error":
         logger.error("request %s failed on its worker: %s", failure.request_id, failure.message)

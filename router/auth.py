@@ -30,6 +30,7 @@ POLICIES: dict[str, Policy] = {
     "/v1/responses/{response_id}/cancel": "key",
     "/v1/messages": "key",
     "/v1/messages/count_tokens": "key",
+    "/v1/embeddings": "key",
     "/v1/models": "key",
     "/v1/models/{model:path}": "key",
     "/tokenize": "key",

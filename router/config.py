@@ -50,6 +50,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompts of all requests in the house; more are turned away with 429."""
     max_num_choices: int = 128
     """Most sequences that one request may ask for: prompts times n."""
+    max_num_inputs: int = 2048
+    """Most texts whose embeddings one request may ask for."""
+    max_num_input_tokens: int = 300_000
+    """Of these together."""
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
@@ -84,6 +88,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_in_flight",
             "max_in_flight_tokens",
             "max_num_choices",
+            "max_num_inputs",
+            "max_num_input_tokens",
             "max_body_bytes",
             "max_missed_heartbeats",
         ):

@@ -19,6 +19,7 @@ from tandem.router.openai.chat import UNSUPPORTED as CHAT_UNSUPPORTED
 from tandem.router.openai.chat import ChatCompletionRequest
 from tandem.router.openai.completions import UNSUPPORTED as COMPLETIONS_UNSUPPORTED
 from tandem.router.openai.completions import CompletionRequest
+from tandem.router.openai.embeddings import EmbeddingRequest
 from tandem.router.responses.wire import UNSUPPORTED as RESPONSES_UNSUPPORTED
 from tandem.router.responses.wire import ResponseRequest
 from tandem.router.text_fields import DetokenizeRequest, TokenizeRequest
@@ -29,6 +30,7 @@ BODIES: dict[str, tuple[str, type[BaseModel], Mapping[str, Any]]] = {
     "/v1/responses": ("A response (Responses API)", ResponseRequest, RESPONSES_UNSUPPORTED),
     "/v1/messages": ("The next message (Messages API)", MessageRequest, MESSAGES_UNSUPPORTED),
     "/v1/messages/count_tokens": ("Tokens of a prompt (Messages API)", CountedFields, {}),
+    "/v1/embeddings": ("Where the model puts texts, as vectors of length 1", EmbeddingRequest, {}),
     "/tokenize": ("Text or messages as token ids", TokenizeRequest, {}),
     "/detokenize": ("Token ids as text", DetokenizeRequest, {}),
 }

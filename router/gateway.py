@@ -38,6 +38,7 @@ from tandem.router.routes import public_routes
 from tandem.router.tokenizer import Tokenizer
 from tandem.router.workers import WorkerSet
 from tandem.workers.native_keys import chain_of_keys
+from tandem.workers.pooling import read_pooling
 from tandem.workers.types import WorkerSnapshot
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Gateway:
             *(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing),
             self._grammars,
             self.journeys,
+            read_pooling(self.config.tokenizer_folder),
         )
 
     def _load_tokenizer(self) -> Tokenizer:

@@ -73,6 +73,7 @@ class RouterMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens of answers.")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens whose KV was reused.", "source")
+        self.embeddings = self._counter("embeddings", "Texts whose embedding was computed.")
         self.prefills = self._counter("prefills", "Prompts by where they were read.", "path")
         self.migrations = self._counter("migrations", "Requests moved off a worker.", "reason")
         self.prefix_index_up = Gauge(

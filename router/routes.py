@@ -18,6 +18,7 @@ from tandem.router.anthropic.errors import error_body as anthropic_error
 from tandem.router.config import GatewayConfig
 from tandem.router.docs import openapi, page
 from tandem.router.openai import chat, completions
+from tandem.router.openai.embedding_endpoint import EmbeddingEndpoint
 from tandem.router.openai.endpoint import GenerationEndpoint, House, check_model
 from tandem.router.plain_endpoint import PlainEndpoint
 from tandem.router.responses import wire as responses
@@ -61,6 +62,7 @@ def _generating(house: OpenHouse, store: ResponseStore) -> list[Route]:
             "/v1/messages",
             GenerationEndpoint(house, lambda body, caller: anthropic.parse(body), error_body=anthropic_error),
         ),
+        _post("/v1/embeddings", EmbeddingEndpoint(house)),
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.workers.connection import Connection, accept
@@ -16,6 +17,8 @@ from tandem.workers.errors import ProtocolError, WorkerUnavailable
 from tandem.workers.protocol import (
     PROTOCOL_VERSION,
     Cancel,
+    Embed,
+    Embedded,
     Failed,
     FinishChoice,
     Message,
@@ -43,6 +46,7 @@ from tandem.workers.types import (
     WorkerSnapshot,
 )
 
+SCRIPTED_EMBEDDING_SIZE = 8
 TokensFor = Callable[[Request, int], Sequence[int]]
 """All tokens of this choice's answer, from its beginning."""
 
@@ -120,6 +124,15 @@ class Conversation:
 
 
 Script = Callable[[Conversation], Awaitable[None]]
+
+
+def scripted_embedding(message: Embed) -> Embedded:
+    """Of unit length, and told by the text: its first token's place is 0.6, its length's 0.8."""
+    numbers = [0.0] * SCRIPTED_EMBEDDING_SIZE
+    numbers[message.token_ids[0] % 4] = 0.6
+    numbers[4 + len(message.token_ids) % 4] = 0.8
+    embedding = struct.pack(f"<{len(numbers)}f", *numbers)
+    return Embedded(request_id=message.request_id, embedding=embedding, cached=CachedTokens(), queue_s=0.0)
 
 
 def scripted_logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
@@ -201,6 +214,8 @@ class ScriptedWorker:
         self.script = script
         self.epoch = epoch
         self.received: list[Message] = []
+        self.embedding: Callable[[Embed], Message | None] = scripted_embedding
+        """What is answered to `Embed`; None: nothing."""
         self.is_silent = False
         """While true, pings go unanswered."""
         self.counters: dict[str, float] = {}
@@ -297,6 +312,9 @@ class ScriptedWorker:
                     )
             case Submit():
                 self._begin(connection, message)
+            case Embed():
+                if (answer := self.embedding(message)) is not None:
+                    connection.send(answer)
             case Cancel(request_id=request_id) if request_id in self._conversations:
                 self._conversations[request_id][1].cancel()
             case FinishChoice(request_id=request_id, choice=choice) if request_id in self._conversations:

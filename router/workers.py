@@ -17,7 +17,7 @@ from tandem.router.cost_model import WorkerView
 from tandem.workers import protocol
 from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
-from tandem.workers.protocol import Failed, Message, NeedPrefill, Pair, Paired, Ping, Pong, Started, Tokens
+from tandem.workers.protocol import Embedded, Failed, Message, NeedPrefill, Pair, Paired, Ping, Pong, Started, Tokens
 from tandem.workers.types import ModelIdentity, TokenChunk, WorkerAddress, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class WorkerLost:
     worker_id: str
 
 
-Event = Started | TokenChunk | Failed | NeedPrefill | WorkerLost
+Event = Started | TokenChunk | Failed | NeedPrefill | Embedded | WorkerLost
 
 
 class Mailbox:
@@ -193,7 +193,7 @@ class WorkerLink:
                     self._put(chunk.request_id, chunk)
             case Pong(snapshot=snapshot):
                 self._take_snapshot(snapshot)
-            case Started() | Failed() | NeedPrefill():
+            case Started() | Failed() | NeedPrefill() | Embedded():
                 self._put(message.request_id, message)
             case Paired():
                 self.set_pair(message.prefill_worker, message)

@@ -1,4 +1,4 @@
-"""One endpoint that generates, as an ASGI application: from the request's bytes to the last byte of its answer.
+"""One endpoint that asks workers, as an ASGI application: from the request's bytes to the last byte of its answer.
 
 Every request ends in exactly one way, and is counted as that: ok, rejected (never taken on), failed, or cancelled (the
 client hung up). It may be ended early by three things, all watched from the first moment on: the client's leaving, the
@@ -31,6 +31,7 @@ from tandem.router.reply import PromptSink, Reply, StreamReply, WholeReply
 from tandem.router.tenants import cache_salt
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.errors import RequestError
+from tandem.workers.pooling import Pooling
 
 logger = logging.getLogger(__name__)
 
@@ -71,29 +72,28 @@ class House:
     """Done when requests that still run must be ended, with what to tell their clients."""
     grammars: GrammarChecker
     journeys: JourneyLog = field(default_factory=JourneyLog)
+    pooling: Pooling = field(default_factory=Pooling)
+    """What the model's files say of its embeddings."""
 
 
-class GenerationEndpoint:
-    """POST /v1/chat/completions and the like, by the functions it is given.
-
-    `parse`: the body, and who sent it (`http.caller`), as a request. `error_body`: the endpoint's shape of errors.
-    """
+class Endpoint:
+    """The life of a request, whatever is asked. `error_body`: the endpoint's shape of errors."""
 
     def __init__(
-        self,
-        house: Callable[[], House],
-        parse: Callable[[bytes, str], Asked],
-        error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error,
+        self, house: Callable[[], House], error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error
     ) -> None:
         self._house = house
-        self._parse = parse
         self._error_body = error_body
+
+    async def _answer(self, exchange: Exchange, body: bytes) -> None:
+        """All of it, to the last byte. Raises `ApiError`."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         house = self._house()
         arrived = time.perf_counter()
         house.metrics.started.inc()
-        exchange = _Exchange(house, scope, send, arrived, self._error_body)
+        exchange = Exchange(house, scope, send, arrived, self._error_body)
         outcome: Outcome = "cancelled"
         trace_parent = (header(scope, b"traceparent") or b"").decode("latin-1")
         with house.journeys.following(exchange.request_id, scope["path"], trace_parent) as journey:
@@ -105,7 +105,7 @@ class GenerationEndpoint:
                 house.metrics.requests.labels(outcome).inc()
                 house.metrics.request_duration.observe(time.perf_counter() - arrived)
 
-    async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> Outcome:
+    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> Outcome:
         config = exchange.house.config
         try:
             check_json(scope)
@@ -126,7 +126,7 @@ class GenerationEndpoint:
             return "failed"
         return "ok"
 
-    async def _watched(self, exchange: _Exchange, body: bytes, receive: Receive) -> None:
+    async def _watched(self, exchange: Exchange, body: bytes, receive: Receive) -> None:
         """Answer, unless the client leaves, time runs out or the gateway closes: whichever comes first."""
         closing = exchange.house.closing
         work = asyncio.create_task(self._answer(exchange, body), name=f"request {exchange.request_id}")
@@ -153,7 +153,23 @@ class GenerationEndpoint:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _answer(self, exchange: _Exchange, body: bytes) -> None:
+
+class GenerationEndpoint(Endpoint):
+    """POST /v1/chat/completions and the like, by the functions it is given.
+
+    `parse`: the body, and who sent it (`http.caller`), as a request.
+    """
+
+    def __init__(
+        self,
+        house: Callable[[], House],
+        parse: Callable[[bytes, str], Asked],
+        error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error,
+    ) -> None:
+        super().__init__(house, error_body)
+        self._parse = parse
+
+    async def _answer(self, exchange: Exchange, body: bytes) -> None:
         house = exchange.house
         try:
             if len(body) < LARGE_BODY_BYTES:
@@ -213,7 +229,7 @@ def check_model(model: str, config: GatewayConfig) -> None:
         raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
 
 
-class _Exchange:
+class Exchange:
     """One request and its answer, and whatever must be said when something goes wrong in between."""
 
     def __init__(
@@ -230,22 +246,20 @@ class _Exchange:
         self.caller = caller(scope)
         self.unique_id = secrets.token_hex(16)
         """As the workers know it: clients may repeat theirs."""
-        self._send = send
+        self.send = send
         self._error_body = error_body
         self.arrived = arrived
         self._reply: Reply | None = None
+        self.is_admitted = False
         self.cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _cancel(self) -> None:
         if not self.cancelled.done():
             self.cancelled.set_result(None)
 
-    @property
-    def is_admitted(self) -> bool:
-        return self._reply is not None
-
     def begin(self, asked: Asked, plan: Plan) -> Reply:
         house = self.house
+        self.is_admitted = True
         naming = Naming(self.unique_id, house.config.model_name, int(time.time()), self._cancel)
         kind = StreamReply if plan.stream else WholeReply
         self._reply = kind(
@@ -254,7 +268,7 @@ class _Exchange:
             form=asked.form(plan, house.tokenizer, naming),
             error_body=self._error_body,
             request_id=self.request_id,
-            send=self._send,
+            send=self.send,
             metrics=house.metrics,
             arrived=self.arrived,
         )
@@ -271,7 +285,7 @@ class _Exchange:
             async with asyncio.timeout(LAST_WORDS_S):
                 if self._reply is None:
                     headers = [("x-request-id", self.request_id)]
-                    await send_error(self._send, error, headers, body=self._error_body(error))
+                    await send_error(self.send, error, headers, body=self._error_body(error))
                 else:
                     await self._reply.fail(error)
         except TimeoutError:

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tandem.router.config import GatewayConfig
 from tandem.router.gateway import Gateway
 from tandem.router.http_protocol import LimitedProtocol
-from tandem.router.scripted_worker import Script, ScriptedWorker, answering
+from tandem.router.scripted_worker import SCRIPTED_EMBEDDING_SIZE, Script, ScriptedWorker, answering
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.types import Request
 
@@ -62,6 +62,7 @@ def save_byte_level_tokenizer(folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"hidden_size": SCRIPTED_EMBEDDING_SIZE}))
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,12 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "Hi", "max_tokens": 20},
     "/v1/responses": {"model": "tiny", "input": "Hi", "max_output_tokens": 20},
     "/v1/messages": {"model": "tiny", "messages": HELLO, "max_tokens": 20},
+    "/v1/embeddings": {"model": "tiny", "input": "Hi"},
 }
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "/v1/embeddings": [{"encoding_format": "float"}, {"encoding_format": "base64"}],
+}
+"""Of asking, where it is not with a stream and without."""
 DEEPER: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         {"messages": [{"role": HOLE, "content": "x"}]},
@@ -64,6 +69,17 @@ DEEPER: dict[str, list[dict[str, Any]]] = {
         {"text": {"format": HOLE}},
         {"unknown": HOLE},
     ],
+    "/v1/embeddings": [
+        {"input": [HOLE]},
+        {"input": ["a", HOLE]},
+        {"input": [1, HOLE]},
+        {"input": [[HOLE]]},
+        {"input": [[1], HOLE]},
+        {"kv_retention": {"priority": HOLE}},
+        {"kv_retention": {"duration": HOLE}},
+        {"truncate_prompt_tokens": 3, "truncation_side": HOLE},
+        {"unknown": HOLE},
+    ],
     "/v1/messages": [
         {"messages": [{"role": "user", "content": HOLE}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": HOLE}]}]},
@@ -85,10 +101,10 @@ def holes(path: str) -> Iterator[dict[str, Any]]:
 def bodies(path: str) -> Iterator[tuple[str, bytes]]:
     """(what was sent where, the body)."""
     for fields in holes(path):
-        for stream in (False, True):
-            text = json.dumps({**BASES[path], "stream": stream, **fields})
+        for way in WAYS.get(path, [{"stream": False}, {"stream": True}]):
+            text = json.dumps({**BASES[path], **way, **fields})
             for value in HOSTILE:
-                yield f"{fields} {value[:40]} {stream}", text.replace(json.dumps(HOLE), value).encode()
+                yield f"{fields} {value[:40]} {way}", text.replace(json.dumps(HOLE), value).encode()
 
 
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
