@@ -4,6 +4,7 @@ since, and speeds that can be compared. No I/O: `workers.py` feeds it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -95,7 +96,12 @@ class Charge:
 class WorkerAccount:
     """One incarnation of one worker. `view` is made when it is asked for and something has changed."""
 
-    def __init__(self, address: WorkerAddress, fleet: FleetSpeeds) -> None:
+    def __init__(
+        self,
+        address: WorkerAddress,
+        fleet: FleetSpeeds,
+        on_change: Callable[[WorkerAccount], None] = lambda account: None,
+    ) -> None:
         self.address = address
         self.num_routed = 0
         self.num_sequences = 0
@@ -103,6 +109,8 @@ class WorkerAccount:
         self.num_prefill_tokens = 0
         """Prompt tokens that this gateway wants it to compute and that are not yet decoding."""
         self._fleet = fleet
+        self._on_change = on_change
+        """Called when the latest view is no longer what is known, once per view."""
         self._snapshot: WorkerSnapshot | None = None
         self._round = 0
         self._num_new_sequences = 0
@@ -117,12 +125,12 @@ class WorkerAccount:
         self._snapshot = snapshot
         self._round += 1
         self._num_new_sequences = self._num_new_tokens = 0
-        self._view = None
+        self._change()
 
     def take_pairs(self, unpaired: frozenset[str], bytes_per_s: dict[str, float]) -> None:
         """Who it must not take KV from, and how fast KV comes from the others."""
         self._unpaired, self._bytes_per_s = unpaired, bytes_per_s
-        self._view = None
+        self._change()
 
     def charge(self, *, num_sequences: int = 0, num_tokens: int = 0) -> Charge:
         """Something is given to it. `num_routed` is the caller's to count."""
@@ -139,7 +147,12 @@ class WorkerAccount:
         if charge.round == self._round:
             self._num_new_sequences += sign * charge.num_sequences
             self._num_new_tokens += sign * charge.num_tokens
-        self._view = None
+        self._change()
+
+    def _change(self) -> None:
+        if self._view is not None:
+            self._view = None
+            self._on_change(self)
 
     def view(self) -> WorkerView:
         """The snapshot may be a second old, and knows other gateways' requests; our own counts are exact."""

@@ -120,7 +120,7 @@ class Attempt:
         workers = self._dispatcher.workers
         self._generation.avoid.add(event.failed_worker)
         self._dispatcher.metrics.migrations.labels("prefill_lost").inc()
-        chosen = pick_prefill(self._view, workers.views(), self._decode.account.view(), self._generation.avoid)
+        chosen = pick_prefill(self._view, workers.roster(), self._decode.account.view(), self._generation.avoid)
         self._release_reader()
         self._charge_reader(chosen)
         self._decode.send(

@@ -93,9 +93,9 @@ class Dispatcher:
 
     def is_idle(self, chosen: Route) -> bool:
         """Neither of these workers has anything to do."""
-        names = (chosen.prefill, chosen.decode)
-        mine = [view for view in self.workers.views() if view.worker_id in names]
-        return not any(view.num_sequences or view.num_waiting_tokens for view in mine)
+        roster = self.workers.roster()
+        mine = [roster.get(name) for name in (chosen.prefill, chosen.decode) if name is not None]
+        return not any(view is not None and (view.num_sequences or view.num_waiting_tokens) for view in mine)
 
     def source(self, chosen: Route) -> KVSource | None:
         """The policy's source as a worker is told of it."""
@@ -168,7 +168,7 @@ class Generation:
     def predict(self) -> Route:
         """Where it would go now, and what would come of it. Raises `ApiError` when nobody is there."""
         assert self._view is not None, "look_up comes first"
-        chosen = route(self._view, self.dispatcher.workers.views(), self._avoid, self.dispatcher.config.router_policy)
+        chosen = route(self._view, self.dispatcher.workers.roster(), self._avoid, self.dispatcher.config.router_policy)
         if chosen is None:
             raise nobody_left()
         return chosen

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from tandem.router import cost_model
 from tandem.router.cost_model import EXPECTED_TOKENS, Reading, RequestView, Source, Speeds, WorkerView
+from tandem.router.roster import Floats, Roster, Side
 
 __all__ = ["POLICIES", "PolicyName", "RequestView", "Route", "Source", "Speeds", "WorkerView", "pick_prefill", "route"]
 
@@ -46,26 +47,25 @@ class Route:
 
 def route(
     request: RequestView,
-    workers: Sequence[WorkerView],
+    workers: Roster | Iterable[WorkerView],
     avoid: AbstractSet[str] = frozenset(),
     policy: PolicyName = "cost",
 ) -> Route | None:
     """The workers to serve it, or None when nobody can decode. `avoid`: have already failed it."""
-    if avoid:
-        workers = [worker for worker in workers if worker.worker_id not in avoid]
-    return POLICIES[policy](request, workers)
+    roster = workers if isinstance(workers, Roster) else Roster(workers)
+    return POLICIES[policy](request, roster.without(avoid) if avoid else roster)
 
 
 def pick_prefill(
     request: RequestView,
-    workers: Sequence[WorkerView],
+    workers: Iterable[WorkerView],
     decode: WorkerView,
     avoid: AbstractSet[str] = frozenset(),
 ) -> Route:
     """The prefill worker that will be done first, among those that `decode` can take KV from; none if there is none."""
-    workers = [worker for worker in workers if worker.worker_id not in avoid]
-    sources = cost_model.find_sources(request, workers)
-    prefills = [worker for worker in workers if worker.role == "prefill"]
+    rest = [worker for worker in workers if worker.worker_id not in avoid]
+    sources = cost_model.find_sources(request, rest)
+    prefills = [worker for worker in rest if worker.role == "prefill"]
     options = [
         _remote(request, prefill, decode, cost_model.read(request, prefill, sources))
         for prefill in prefills
@@ -129,16 +129,15 @@ def _cost_s(request: RequestView, chosen: Route) -> float:
 # The rules
 
 
-def _by_cost(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
-    sources = cost_model.find_sources(request, workers)
-    decodes = _best_decodes(request, [worker for worker in workers if worker.role != "prefill"])
+def _by_cost(request: RequestView, workers: Roster) -> Route | None:
+    sources = cost_model.find_sources(request, workers.holders(request))
+    decodes = _best_decodes(request, workers.decodes)
     if not decodes:
         return None
-    prefills = [worker for worker in workers if worker.role == "prefill"]
-    costs_s = cost_model.prefill_costs_s(request, prefills, sources)
+    prefills = workers.prefills
+    costs_s = prefills.prefill_costs_s(request, sources)
     readings = [
-        (worker, cost_model.read(request, worker, sources))
-        for worker in cost_model.best_of(prefills, costs_s, NUM_CANDIDATES)
+        (worker, cost_model.read(request, worker, sources)) for worker in prefills.best(costs_s, NUM_CANDIDATES)
     ]
     options: list[_Option] = []
     for decode in decodes:
@@ -149,7 +148,7 @@ def _by_cost(request: RequestView, workers: Sequence[WorkerView]) -> Route | Non
             [pair for pair in readings if pair[0].worker_id not in decode.unpaired] if decode.unpaired else readings
         )
         if not paired:  # rare: look at all
-            others = [worker for worker in prefills if worker.worker_id not in decode.unpaired]
+            others = [worker for worker in prefills.views if worker.worker_id not in decode.unpaired]
             paired = [(worker, cost_model.read(request, worker, sources)) for worker in others]
         if paired:
             options.append(_best_pair(request, decode, paired))
@@ -161,8 +160,8 @@ def _with_a_faster_path(
     request: RequestView,
     best: _Option,
     decodes: Sequence[WorkerView],
-    prefills: Sequence[WorkerView],
-    costs_s: Sequence[float],
+    prefills: Side,
+    costs_s: Floats,
     sources: Sequence[WorkerView],
 ) -> _Option:
     """Where the transfer is not hidden behind computing, a prefill worker nearer to this decode worker may be better,
@@ -170,18 +169,16 @@ def _with_a_faster_path(
     if best.route.prefill is None or len(prefills) <= NUM_CANDIDATES:
         return best
     (decode,) = (worker for worker in decodes if worker.worker_id == best.route.decode)
-    (prefill,) = (worker for worker in prefills if worker.worker_id == best.route.prefill)
+    prefill = prefills.get(best.route.prefill)
+    assert prefill is not None, "chosen among these"
     num_bytes = _num_pulled_bytes(request, decode)
     transfer_s = num_bytes / cost_model.bytes_per_s(decode, prefill)
     if transfer_s <= cost_model.read(request, prefill, sources).compute_s:
         return best
-    pairs_s = [
-        cost_s + num_bytes / decode.bytes_per_s.get(worker.worker_id, cost_model.START_BYTES_PER_S)
-        for worker, cost_s in zip(prefills, costs_s)
-    ]
+    pairs_s = costs_s + num_bytes / prefills.bytes_per_s(decode.bytes_per_s)
     nearer = [
         (worker, cost_model.read(request, worker, sources))
-        for worker in cost_model.best_of(prefills, pairs_s, NUM_CANDIDATES)
+        for worker in prefills.best(pairs_s, NUM_CANDIDATES)
         if worker.worker_id not in decode.unpaired
     ]
     return min(best, _best_pair(request, decode, nearer), key=_Option.rank) if nearer else best
@@ -205,33 +202,33 @@ def _best_pair(request: RequestView, decode: WorkerView, prefills: Sequence[tupl
     return _remote(request, prefill, decode, reading)
 
 
-def _best_decodes(request: RequestView, decodes: Sequence[WorkerView]) -> list[WorkerView]:
+def _best_decodes(request: RequestView, decodes: Side) -> list[WorkerView]:
     """Those that would decode it fastest, and those that hold most of it."""
     if len(decodes) <= NUM_CANDIDATES:
-        return list(decodes)
-    costs_s = cost_model.decode_costs_s(request, decodes)
-    best = cost_model.best_of(decodes, costs_s, NUM_CANDIDATES)
+        return decodes.views
+    costs_s = decodes.decode_costs_s(request)
+    best = decodes.best(costs_s, NUM_CANDIDATES)
     overlap = request.overlap
-    if overlap:
-        holders = [pair for pair in zip(decodes, costs_s) if pair[0].worker_id in overlap]
-        # the cost only decides among those that hold equally much
-        most = nsmallest(
-            NUM_CANDIDATES // 2, holders, key=lambda pair: (-overlap[pair[0].worker_id], pair[1], pair[0].worker_id)
-        )
-        known = {worker.worker_id for worker in best}
-        best += [worker for worker, _ in most if worker.worker_id not in known]
-    return best
+    # the cost only decides among those that hold equally much
+    holders = [
+        (-num_blocks, costs_s[row], worker_id)
+        for worker_id, num_blocks in overlap.items()
+        if (row := decodes.row(worker_id)) is not None
+    ]
+    known = {worker.worker_id for worker in best}
+    most = (decodes.get(worker_id) for *_, worker_id in nsmallest(NUM_CANDIDATES // 2, holders))
+    return best + [worker for worker in most if worker is not None and worker.worker_id not in known]
 
 
-def _in_turn(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
+def _in_turn(request: RequestView, workers: Roster) -> Route | None:
     return _by_key(request, workers, lambda worker: 0, lambda worker: 0)
 
 
-def _by_load(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
+def _by_load(request: RequestView, workers: Roster) -> Route | None:
     return _by_key(request, workers, _load, _load)
 
 
-def _by_prefix(request: RequestView, workers: Sequence[WorkerView]) -> Route | None:
+def _by_prefix(request: RequestView, workers: Roster) -> Route | None:
     def key(worker: WorkerView) -> tuple[int, int]:
         return request.num_missing_tokens(worker.worker_id), _load(worker)
 
@@ -244,17 +241,17 @@ def _load(worker: WorkerView) -> int:
 
 def _by_key(
     request: RequestView,
-    workers: Sequence[WorkerView],
+    workers: Roster,
     decode_key: Callable[[WorkerView], Any],
     prefill_key: Callable[[WorkerView], Any],
 ) -> Route | None:
     """The worker of each kind that is first by its key; those given fewer requests first among equals."""
-    decode = _first((worker for worker in workers if worker.role != "prefill"), decode_key)
+    decode = _first(workers.decodes.views, decode_key)
     if decode is None:
         return None
     prefill = None
     if decode.role == "decode" and not _reads_itself(request, decode):
-        paired = (w for w in workers if w.role == "prefill" and w.worker_id not in decode.unpaired)
+        paired = (worker for worker in workers.prefills.views if worker.worker_id not in decode.unpaired)
         prefill = _first(paired, prefill_key)
     if prefill is None:
         return _local(request, decode, ()).route
@@ -269,7 +266,7 @@ def _reads_itself(request: RequestView, decode: WorkerView) -> bool:
     return request.num_missing_tokens(decode.worker_id) <= request.local_prefill_tokens
 
 
-POLICIES: Mapping[PolicyName, Callable[[RequestView, Sequence[WorkerView]], Route | None]] = {
+POLICIES: Mapping[PolicyName, Callable[[RequestView, Roster], Route | None]] = {
     "cost": _by_cost,
     "round-robin": _in_turn,
     "least-loaded": _by_load,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.router.accounts import FleetSpeeds, WorkerAccount
-from tandem.router.cost_model import WorkerView
+from tandem.router.roster import Roster
 from tandem.workers import protocol
 from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
@@ -64,7 +64,7 @@ class WorkerLink:
         self.state: State = "connecting"
         self.snapshot: WorkerSnapshot | None = None
         self.identity: ModelIdentity | None = None
-        self.account = WorkerAccount(address, live_set.fleet)
+        self.account = WorkerAccount(address, live_set.fleet, live_set.on_change)
         self.pairs: dict[str, Paired] = {}
         """What a decode worker said of its pairing with each prefill worker, by that worker's id."""
         self._live_set = live_set
@@ -251,6 +251,9 @@ class WorkerSet:
         self._ready: list[WorkerLink] | None = None
         """Sorted once, not for every request; None when somebody came or went."""
         self._holders: list[tuple[str, int]] = []
+        self._roster: Roster | None = None
+        self._changed_accounts: list[WorkerAccount] = []
+        """Those that have changed since the roster was last up to date."""
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -261,7 +264,7 @@ class WorkerSet:
             if known.address.epoch >= address.epoch:
                 return
             self._drop(known)
-            self._ready = None
+            self._forget_ready()
         self._links[address.worker_id] = WorkerLink(address, self)
 
     def remove(self, worker_id: str, epoch: int) -> None:
@@ -269,14 +272,14 @@ class WorkerSet:
         link = self._links.get(worker_id)
         if link is not None and link.address.epoch == epoch:
             del self._links[worker_id]
-            self._ready = None
+            self._forget_ready()
             self._drop(link)
 
     async def close(self) -> None:
         for link in self._links.values():
             self._drop(link)
         self._links.clear()
-        self._ready = None
+        self._forget_ready()
         await asyncio.gather(*self._leaving)
 
     def links(self) -> list[WorkerLink]:
@@ -296,9 +299,20 @@ class WorkerSet:
         self.ready()
         return self._holders
 
-    def views(self) -> list[WorkerView]:
-        """Of all that are ready, for the policy."""
-        return [link.account.view() for link in self.ready()]
+    def roster(self) -> Roster:
+        """All that are ready, for the policy. Good until something changes."""
+        if self._roster is None:
+            self._roster = Roster(link.account.view() for link in self.ready())
+        else:
+            for account in self._changed_accounts:
+                link = self.get(account.address.worker_id)
+                if link is not None and link.account is account:  # otherwise of somebody who is gone
+                    self._roster.put(account.view())
+        self._changed_accounts.clear()
+        return self._roster
+
+    def _forget_ready(self) -> None:
+        self._ready = self._roster = None
 
     def get(self, worker_id: str) -> WorkerLink | None:
         """This worker if it is ready."""
@@ -307,8 +321,9 @@ class WorkerSet:
 
     def identity(self) -> ModelIdentity | None:
         """The model, as a live worker describes it. Prefers one that decodes."""
-        ready = sorted(self.ready(), key=lambda link: not link.can_decode)
-        return ready[0].identity if ready else None
+        ready = self.ready()
+        link = next((link for link in ready if link.can_decode), ready[0] if ready else None)
+        return None if link is None else link.identity
 
     async def wait_changed(self) -> None:
         """Until some worker becomes ready, is lost, or is paired."""
@@ -316,8 +331,11 @@ class WorkerSet:
 
     # What links report
 
+    def on_change(self, account: WorkerAccount) -> None:
+        self._changed_accounts.append(account)
+
     def on_ready(self, link: WorkerLink) -> None:
-        self._ready = None
+        self._forget_ready()
         logger.info("worker %s epoch %d is ready", link.worker_id, link.address.epoch)
         if link.address.role == "prefill":
             for decode in self.ready():
@@ -331,7 +349,7 @@ class WorkerSet:
         self._announce()
 
     def on_lost(self, link: WorkerLink) -> None:
-        self._ready = None
+        self._forget_ready()
         self.fleet.forget(link.worker_id)
         for decode in self.ready():
             decode.set_pair(link.worker_id, None)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import cast
 
 from tandem.router.accounts import WorkerAccount
-from tandem.router.cost_model import WorkerView
 from tandem.router.workers import Mailbox, WorkerLink, WorkerSet
 from tandem.workers.protocol import PROTOCOL_VERSION, Message
 from tandem.workers.types import BlockCounts, ModelIdentity, Role, WorkerAddress, WorkerSnapshot, WorkerSpeeds
@@ -31,7 +30,7 @@ class StandingLink:
     def __init__(self, address: WorkerAddress, workers: StandingWorkers) -> None:
         self.address = address
         self.worker_id = address.worker_id
-        self.account = WorkerAccount(address, workers.fleet)
+        self.account = WorkerAccount(address, workers.fleet, workers.on_change)
 
     def open(self, request_id: str) -> Mailbox:
         return Mailbox()
@@ -72,9 +71,6 @@ class StandingWorkers(WorkerSet):
 
     def holders(self) -> Sequence[tuple[str, int]]:
         return self._holders
-
-    def views(self) -> list[WorkerView]:
-        return [link.account.view() for link in self._list]
 
     def get(self, worker_id: str) -> WorkerLink | None:
         return cast(WorkerLink | None, self._standing.get(worker_id))
