@@ -41,6 +41,11 @@ class Plan:
     retention: Retention = field(default_factory=Retention)
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether answers begin with the logprobs of their prompts, which are known only once these were read."""
+        return self.sampling.num_prompt_logprobs is not None
+
+    @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
 

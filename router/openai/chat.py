@@ -109,7 +109,7 @@ class ChatCompletionRequest(SharedFields):
                 tokenizer,
                 max_tokens=max_tokens,
                 num_logprobs=num_logprobs,
-                num_prompt_logprobs=self.num_prompt_logprobs(),
+                num_prompt_logprobs=self.prompt_logprobs,
                 grammar=prompt.grammar,
             ),
             num_choices=self.n or 1,

@@ -37,18 +37,27 @@ class ChatForm:
         self._writer = sse.ChunkWriter(
             {**self._envelope, "object": "chat.completion.chunk"}, shows_usage=plan.include_usage
         )
+        self._unopened = set(range(plan.num_choices)) if plan.scores_prompts else set()
+        """Choices whose first chunk waits for the logprobs of the prompt."""
 
     def begin(self) -> bytes:
         """The first chunk of each choice carries the role."""
-        delta = {"role": "assistant", "content": ""}
+        if self._unopened:
+            return b""
         extras = self._extras()
-        return b"".join(
-            self._writer.chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, extras)
-            for index in range(self._plan.num_choices)
-        )
+        return b"".join([self._opening(index, extras) for index in range(self._plan.num_choices)])
+
+    def _opening(self, index: int, extras: Mapping[str, Any]) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._writer.chunk(choice, extras)
 
     def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
         """Chunks of text carry no finish reason, and the one with the finish reason carries no text."""
+        if index in self._unopened:
+            self._unopened.discard(index)
+            opening = self._opening(index, self._extras() | self._scored_prompt(answer))
+            return opening + self.show(index, answer, delta)
         told = self._told(delta)
         if not told and (delta.scored or (self._plan.return_token_ids and delta.token_ids)):
             told = [{"content": ""}]

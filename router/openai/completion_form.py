@@ -8,7 +8,7 @@ from typing import Any
 from tandem.router.errors import ApiError
 from tandem.router.form import Naming, Usage
 from tandem.router.openai import sse
-from tandem.router.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
+from tandem.router.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs, prompt_offsets
 from tandem.router.output import Answer, Delta
 from tandem.router.plan import Plan
 from tandem.router.tokenizer import Tokenizer
@@ -27,18 +27,36 @@ class CompletionForm:
             "model": naming.model,
         }
         self._writer = sse.ChunkWriter(self._envelope, shows_usage=plan.include_usage)
+        self._unopened = set(range(plan.num_sequences)) if plan.scores_prompts else set()
+        """Choices whose first chunk waits for the logprobs of their prompt."""
+        self._prompt_text_lens: dict[int, int] = {}
+        """By choice, where the prompt's tokens are part of its logprobs."""
 
     def begin(self) -> bytes:
         """Nothing opens a completion, unless the client wants to see its prompt."""
-        if not self._plan.return_token_ids and not self._plan.echo:
+        if self._unopened or (not self._plan.return_token_ids and not self._plan.echo):
             return b""
-        openings = []
-        for index in range(self._plan.num_sequences):
-            choice = self._choice(index, Delta(text=self._echoed(index)))
-            openings.append(self._writer.chunk(choice | self._prompt(index)))
-        return b"".join(openings)
+        return b"".join([self._opening(index, {}) for index in range(self._plan.num_sequences)])
+
+    def _opening(self, index: int, scored: dict[str, Any]) -> bytes:
+        choice = self._choice(index, Delta(text=self._echoed(index)))
+        return self._writer.chunk(choice | self._prompt(index) | scored)
+
+    def _scored_opening(self, index: int, answer: Answer) -> bytes:
+        self._unopened.discard(index)
+        plan, prompt = self._plan, self._plan.prompts[index // self._plan.num_choices]
+        scored: dict[str, Any] = {}
+        if plan.echo and plan.shows_logprobs:
+            nothing = completion_logprobs(self._tokenizer, [])
+            scored["logprobs"] = echoed_logprobs(self._tokenizer, prompt, answer.prompt_logprobs, nothing)
+            self._prompt_text_lens[index] = prompt_offsets(self._tokenizer, prompt)[-1]
+        if plan.shows_prompt_logprobs:
+            scored["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, answer.prompt_logprobs)
+        return self._opening(index, scored)
 
     def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
+        if index in self._unopened:
+            return self._scored_opening(index, answer) + self.show(index, answer, delta)
         has_news = delta.text or delta.scored or delta.finish_reason is not None
         if not has_news and not (self._plan.return_token_ids and delta.token_ids):
             return b""
@@ -84,7 +102,8 @@ class CompletionForm:
             "finish_reason": delta.finish_reason,
         }
         if delta.scored and self._plan.shows_logprobs:
-            choice["logprobs"] = completion_logprobs(self._tokenizer, delta.scored)
+            start = self._prompt_text_lens.get(index, 0)
+            choice["logprobs"] = completion_logprobs(self._tokenizer, delta.scored, start)
         if self._plan.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

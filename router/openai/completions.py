@@ -92,12 +92,9 @@ class CompletionRequest(SharedFields):
 
     def num_prompt_logprobs(self) -> int | None:
         """An echoed prompt is scored like the answer."""
-        asked = super().num_prompt_logprobs()
         if not self.echo or self.logprobs is None:
-            return asked
-        if self.stream:
-            raise bad_request("'echo' with 'logprobs' cannot be streamed.", param="echo")
-        return max(self.logprobs, asked or 0)
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
 
     def _wants_only_prompt(self) -> bool:
         if self.max_tokens != 0:

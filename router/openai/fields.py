@@ -111,12 +111,6 @@ class SharedFields(WireModel):
     def retention(self) -> Retention:
         return Retention() if self.kv_retention is None else self.kv_retention.retention()
 
-    def num_prompt_logprobs(self) -> int | None:
-        """Raises `ApiError`."""
-        if self.prompt_logprobs is not None and self.stream:
-            raise bad_request("'prompt_logprobs' cannot be streamed.", param="prompt_logprobs")
-        return self.prompt_logprobs
-
     def _beams(self) -> dict[str, Any]:
         """What a beam search is asked for. Raises `ApiError` for its fields without one."""
         if self.beam_width is None:

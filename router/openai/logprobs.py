@@ -30,15 +30,25 @@ def _described(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str,
     return {"token": _shown(content, ""), "logprob": max(logprob, LOWEST), "bytes": list(content)}
 
 
-def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken], start: int = 0) -> dict[str, Any]:
     """`choices[].logprobs` of a completion: four lists, one entry per token each. The token itself is always among its
-    alternatives, so there may be one more of them than was asked for."""
+    alternatives, so there may be one more of them than was asked for. `start`: where the answer's text begins."""
     return {
         "tokens": [_name(tokenizer, token.token_id) for token in scored],
         "token_logprobs": [max(token.logprobs.logprob, LOWEST) for token in scored],
         "top_logprobs": [_alternatives(tokenizer, token) for token in scored],
-        "text_offset": [token.text_offset for token in scored],
+        "text_offset": [start + token.text_offset for token in scored],
     }
+
+
+def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Where each token begins in the prompt's text, and where that ends."""
+    detokenizer = tokenizer.detokenizer((), shows_special=True)
+    offsets = [0]
+    for token_id in prompt:
+        offsets.append(offsets[-1] + len(detokenizer.push(token_id)))
+    offsets[-1] += len(detokenizer.finish())
+    return offsets
 
 
 def echoed_logprobs(
@@ -46,12 +56,7 @@ def echoed_logprobs(
 ) -> dict[str, Any]:
     """The four lists of a completion's `answer` with the prompt's tokens before them; nothing comes before the first
     token, so nothing says how likely it was. Offsets count from the prompt's beginning."""
-    detokenizer = tokenizer.detokenizer((), shows_special=True)
-    offsets, length = [], 0
-    for token_id in prompt:
-        offsets.append(length)
-        length += len(detokenizer.push(token_id))
-    length += len(detokenizer.finish())
+    *offsets, length = prompt_offsets(tokenizer, prompt)
     told = [ScoredToken(token_id, logprobs, 0) for token_id, logprobs in zip(prompt[1:], scored, strict=True)]
     return {
         "tokens": [_name(tokenizer, token_id) for token_id in prompt] + answer["tokens"],
