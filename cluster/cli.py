@@ -209,7 +209,9 @@ def serve(
     router_policy: Annotated[
         PolicyChoice,
         typer.Option(
-            help="How workers are chosen: cost, by predicted times; others to compare.", rich_help_panel=ROUTER
+            help="How workers are chosen: cost, by predicted times. To compare: prefix, by what they hold; "
+            "least-loaded and round-robin, which do not ask the index.",
+            rich_help_panel=ROUTER,
         ),
     ] = "cost",
     slo_ttft: Annotated[

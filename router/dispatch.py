@@ -30,7 +30,7 @@ from tandem.router.index.reader import IndexReader
 from tandem.router.index.scripts import Holder
 from tandem.router.journey import mark
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import RequestView, Route, route
+from tandem.router.policy import BLIND, RequestView, Route, route
 from tandem.router.workers import WorkerLink, WorkerSet
 from tandem.workers.block_key import block_keys, root_key
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
@@ -51,7 +51,7 @@ class Dispatcher:
     ) -> None:
         self.config = config
         self.workers = workers
-        self.index = index
+        self.index = None if config.router_policy in BLIND else index
         self.metrics = metrics
         self.on_room: Callable[[], None] = lambda: None
         """Called when something has left a worker's account."""

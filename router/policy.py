@@ -5,11 +5,13 @@
     first token + EXPECTED_TOKENS * itl(D), + stall(D) where D would read the prompt itself
 
 Prefix reuse, transfers, peer fetches and reading where one decodes are all terms of this one sum. Equal costs go to
-those that were given the fewest requests so far. The other rules exist for comparison.
+those that were given the fewest requests so far. The other rules exist for comparison: `round-robin` and `least-loaded`
+know nothing of prefixes, as the field means by these names, and `prefix` knows of little else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -20,10 +22,23 @@ from tandem.router import cost_model
 from tandem.router.cost_model import EXPECTED_TOKENS, Reading, RequestView, Source, Speeds, WorkerView
 from tandem.router.roster import Floats, Roster, Side
 
-__all__ = ["POLICIES", "PolicyName", "RequestView", "Route", "Source", "Speeds", "WorkerView", "pick_prefill", "route"]
+__all__ = [
+    "BLIND",
+    "POLICIES",
+    "PolicyName",
+    "RequestView",
+    "Route",
+    "Source",
+    "Speeds",
+    "WorkerView",
+    "pick_prefill",
+    "route",
+]
 
 PolicyName = Literal["cost", "round-robin", "least-loaded", "prefix"]
 
+BLIND: frozenset[PolicyName] = frozenset({"round-robin", "least-loaded"})
+"""For these the index is not asked, and nothing is fetched from a worker that it names."""
 NUM_CANDIDATES = 8
 """Pairs are formed of so many workers of each kind that are best on their own."""
 MISSED_SLO_S = 1000.0
@@ -190,16 +205,17 @@ def _num_pulled_bytes(request: RequestView, decode: WorkerView) -> int:
 
 def _best_pair(request: RequestView, decode: WorkerView, prefills: Sequence[tuple[WorkerView, Reading]]) -> _Option:
     """The prefill worker with which this decode worker is first to have the first token."""
-
-    num_bytes = _num_pulled_bytes(request, decode)
-
-    def rank(pair: tuple[WorkerView, Reading]) -> tuple[float, int, str]:
+    num_bytes, paths = _num_pulled_bytes(request, decode), decode.bytes_per_s
+    best, best_rank = prefills[0], (math.inf, 0, "")
+    for pair in prefills:
         prefill, reading = pair
-        pull_s = num_bytes / cost_model.bytes_per_s(decode, prefill) - reading.compute_s
-        return prefill.queue_s + reading.read_s + max(0.0, pull_s), prefill.num_routed, prefill.worker_id
-
-    prefill, reading = min(prefills, key=rank)
-    return _remote(request, prefill, decode, reading)
+        pull_s = num_bytes / paths.get(prefill.worker_id, cost_model.START_BYTES_PER_S) - reading.compute_s
+        first_s = prefill.queue_s + reading.read_s + (pull_s if pull_s > 0.0 else 0.0)
+        if first_s <= best_rank[0]:
+            rank = first_s, prefill.num_routed, prefill.worker_id
+            if rank < best_rank:
+                best, best_rank = pair, rank
+    return _remote(request, best[0], decode, best[1])
 
 
 def _best_decodes(request: RequestView, decodes: Side) -> list[WorkerView]:

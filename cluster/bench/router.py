@@ -180,12 +180,11 @@ class _Bench:
         )
         dispatcher = Dispatcher(config, self._workers, index, RouterMetrics(list))
         try:
-            return await self._measure(dispatcher, index, root)
+            return await self._measure(dispatcher, index)
         finally:
             await index.stop()
 
-    async def _measure(self, dispatcher: Dispatcher, index: IndexReader, root: bytes) -> Case:
-        block_size = self._workers.identity().block_size
+    async def _measure(self, dispatcher: Dispatcher, index: IndexReader) -> Case:
         wall, cpu, hashing, choosing = [], [], [], []
         running: deque[Generation] = deque()
         num_warm_up = NUM_RUNNING
@@ -209,7 +208,7 @@ class _Bench:
             cpu.append(cpu_s)
             if number % 4 == 0:
                 began = time.process_time()
-                block_keys(KEY, root, request.prompt_token_ids, block_size)
+                dispatcher.block_keys(request)
                 hashing.append(time.process_time() - began)
                 began = time.process_time()
                 generation.predict()

@@ -34,7 +34,9 @@ def router(
     blocks: Annotated[int, typer.Option(min=0, help="Blocks in the index, besides those asked for.")] = 1_000_000,
     decisions: Annotated[int, typer.Option(min=1, help="Timed decisions per case.")] = 500,
     budget: Annotated[float, typer.Option(min=0.0001, help="For a look-up, in seconds, as in the gateway.")] = 0.005,
-    policy: Annotated[PolicyChoice, typer.Option(help="As for tandem serve --router-policy.")] = "cost",
+    policy: Annotated[
+        PolicyChoice, typer.Option(help="As for tandem serve --router-policy; some never ask the index.")
+    ] = "cost",
     seed: Annotated[int, typer.Option(help="Other prompts, other loads.")] = 0,
     json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file, or - .")] = None,
 ) -> None:

@@ -61,6 +61,17 @@ async def test_two_tenants_share_no_hint(open_house: Any, saying: Any) -> None:
     assert not set(dispatcher.block_keys(alice)) & set(dispatcher.block_keys(bob))
 
 
+@pytest.mark.parametrize(("policy", "is_asked"), [("cost", True), ("prefix", True), ("round-robin", False)])
+async def test_policies_to_compare_with_know_nothing_of_prefixes(
+    open_house: Any, saying: Any, policy: str, is_asked: bool
+) -> None:
+    house = await open_house(saying("Yes."), redis_url="redis://127.0.0.1:1/0", router_policy=policy)
+    house.gateway.index.note_routed = lambda keys, holders: noted.append(keys)
+    noted: list[Any] = []
+    await submitted(house, "/v1/completions", COMPLETION)
+    assert bool(noted) == is_asked
+
+
 def test_salts_say_nothing_and_no_pair_is_read_as_another() -> None:
     assert cache_salt(KEY, "", None) == ""
     assert len({cache_salt(KEY, *pair) for pair in [("", ""), ("a", None), ("a", "b"), ("ab", ""), ("", "ab")]}) == 5
