@@ -11,9 +11,10 @@ import msgspec
 
 from tandem.router.accounts import Charge, WorkerAccount
 from tandem.router.errors import ApiError, internal_error
-from tandem.router.journey import count_tokens, mark
+from tandem.router.journey import current_journey, mark
+from tandem.router.mailbox import Mailbox
 from tandem.router.policy import RequestView, Route, pick_prefill
-from tandem.router.workers import Mailbox, WorkerLost
+from tandem.router.workers import WorkerLost
 from tandem.workers.protocol import Cancel, Failed, FinishChoice, NeedPrefill, Started, Submit, UsePrefill
 from tandem.workers.types import Request, TokenChunk, WorkerAddress
 
@@ -32,6 +33,9 @@ class Sink(Protocol):
     async def tokens(self, chunks: Sequence[TokenChunk]) -> Sequence[int]:
         """New tokens. Returns the choices of which nothing more is wanted although the worker would go on."""
 
+    def try_tokens(self, chunk: TokenChunk) -> Sequence[int] | None:
+        """The same on the spot, where nothing has to be waited for. None: not taken, it must come by `tokens`."""
+
 
 class Attempt:
     """One request on one decode worker, and on their accounts from the moment it is made until `end`."""
@@ -49,6 +53,10 @@ class Attempt:
         self._is_as_predicted = generation.is_first_attempt
         self._is_open = True
         self._is_sent = False
+        self._sink: Sink | None = None
+        self._journey = current_journey()
+        self._bug: Exception | None = None
+        """That a chunk met on its express way: raised where the request's errors are dealt with."""
         decode = self._dispatcher.workers.get(route.decode)
         assert decode is not None, "chosen among those that are ready"
         self._decode = decode
@@ -67,6 +75,8 @@ class Attempt:
             )
         )
         self._is_sent = True
+        self._sink = sink
+        self._mailbox.express = self._express
         return await self._listen(self._mailbox, sink)
 
     async def _listen(self, mailbox: Mailbox, sink: Sink) -> str | None:
@@ -97,6 +107,8 @@ class Attempt:
                         reason = "decode_lost"
             if chunks:
                 await self._pass_on(chunks, sink)
+            if self._bug is not None:
+                raise self._bug
             if self._generation.is_finished:
                 return None
             if failure is not None:
@@ -105,12 +117,39 @@ class Attempt:
                 return reason
 
     async def _pass_on(self, chunks: list[TokenChunk], sink: Sink) -> None:
-        taken = self._generation.take(chunks)
-        self._running.difference_update(chunk.choice for chunk in taken if chunk.finish_reason is not None)
-        if not taken:
-            return
-        count_tokens(sum(len(chunk.token_ids) for chunk in taken))
-        for choice in await sink.tokens(taken):
+        taken = [chunk for chunk in chunks if self._note(chunk)]
+        if taken:
+            self._finish(await sink.tokens(taken))
+
+    def _express(self, chunk: TokenChunk) -> bool:
+        """See `Mailbox.express`."""
+        assert self._sink is not None
+        try:
+            cut = self._sink.try_tokens(chunk) if self._generation.wants(chunk.choice) else ()
+            if cut is None:
+                return False
+            self._note(chunk)
+            if cut:
+                self._finish(cut)
+        except Exception as error:  # noqa: BLE001  it is the request's: the connection's reader must not meet it
+            self._bug = error
+        if self._bug is not None or self._generation.is_finished:
+            self._mailbox.wake()
+        return True
+
+    def _note(self, chunk: TokenChunk) -> bool:
+        """It is on its way to the client. False: nobody wants it any more."""
+        if not self._generation.take(chunk):
+            return False
+        if chunk.finish_reason is not None:
+            self._running.discard(chunk.choice)
+        if self._journey is not None:
+            self._journey.count_tokens(len(chunk.token_ids))
+        return True
+
+    def _finish(self, choices: Sequence[int]) -> None:
+        """Nothing more is wanted of these."""
+        for choice in choices:
             self._generation.finish(choice)
             if choice in self._running and not self._generation.is_finished:
                 self._running.discard(choice)

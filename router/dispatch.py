@@ -242,16 +242,18 @@ class Generation:
     def avoid(self) -> set[str]:
         return self._avoid
 
-    def take(self, chunks: Sequence[TokenChunk]) -> list[TokenChunk]:
-        """Note these chunks as emitted; those of finished choices are dropped."""
-        taken = []
-        for chunk in chunks:
-            if chunk.choice in self._unfinished:
-                self._emitted[chunk.choice] += chunk.token_ids
-                if chunk.finish_reason is not None:
-                    self._unfinished.discard(chunk.choice)
-                taken.append(chunk)
-        return taken
+    def wants(self, choice: int) -> bool:
+        """It is not finished."""
+        return choice in self._unfinished
+
+    def take(self, chunk: TokenChunk) -> bool:
+        """Note this chunk as emitted. False, and nothing is noted: its choice is finished."""
+        if chunk.choice not in self._unfinished:
+            return False
+        self._emitted[chunk.choice] += chunk.token_ids
+        if chunk.finish_reason is not None:
+            self._unfinished.discard(chunk.choice)
+        return True
 
     def without_own_kv(self, event: Started) -> Started:
         """Its `cached` as the client should see it. KV that an attempt computed before its worker died was computed for

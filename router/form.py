@@ -50,6 +50,9 @@ class Form(Protocol):
     def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
         """The events for what was added to one answer; none if it has nothing to say yet."""
 
+    def show_text(self, index: int, text: str) -> bytes:
+        """`show` of a delta that is nothing but the text of tokens, perhaps empty."""
+
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         """The last events."""
 

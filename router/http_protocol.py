@@ -2,19 +2,27 @@
 
 Headers have a size, and a time to arrive in; there is a number of connections beyond which new ones are turned away.
 What is refused here is told in the API's shape and the connection is closed. Bodies are limited where they are read.
+
+What a client does not read is bounded here, too: `max_unread_bytes` in the kernel and as much again in this process,
+then writing waits. Offers `direct_write` to the application.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tandem.router.direct_write import EXTENSION
 from tandem.router.errors import ApiError
 from tandem.router.http import encode_json
 
+TCP_NOTSENT_LOWAT = 25
+"""Linux's, which the socket module does not name."""
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Unavailable"}
 
 
@@ -27,6 +35,10 @@ class HttpLimits:
     header_timeout_s: float = 10.0
     """From the connection, or the first byte of a further request on it, to the end of the headers."""
     max_connections: int = 16_384
+    max_unread_bytes: int = 16 << 10
+    """Written for a client and not yet sent to it: of the kernel, and of this process before writing waits."""
+    slow_reader_timeout_s: float = 30.0
+    """How long a client may read nothing at all, while writing waits for it, before its connection is cut."""
 
 
 def limited_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
@@ -50,9 +62,12 @@ class LimitedProtocol(HttpToolsProtocol):
         """Read since a header began that has not ended: the parser tells of whole ones only."""
         self._deadline: asyncio.TimerHandle | None = None
         self._is_refused = False
+        self._user_timeout_ms = 0
+        """The connection's own, while writing waits and it has another."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._bound_unread(transport)
         self._expect_headers()
         if len(self.connections) > self.limits_of_server.max_connections:
             message = "The server has as many connections as it can take. Please try again shortly."
@@ -88,6 +103,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._check_size()
         if not self._is_refused:
             super().on_headers_complete()
+            extensions: Any = self.scope.setdefault("extensions", {})
+            extensions[EXTENSION] = _DirectWriter(self.cycle)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # a client that reads nothing is not one that has vanished, which is what the listener's timeout is for
+        timeout_ms = int(1e3 * self.limits_of_server.slow_reader_timeout_s)
+        self._user_timeout_ms = _swap_user_timeout(self.transport, timeout_ms)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _swap_user_timeout(self.transport, self._user_timeout_ms)
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -106,6 +133,14 @@ class LimitedProtocol(HttpToolsProtocol):
         if max(self._num_header_bytes, self._num_raw_bytes) > limit:
             message = f"The request's headers are larger than {limit} bytes."
             self._refuse(ApiError(431, message, code="headers_too_large"))
+
+    def _bound_unread(self, transport: asyncio.Transport) -> None:
+        limit = self.limits_of_server.max_unread_bytes
+        transport.set_write_buffer_limits(high=limit)
+        connected = transport.get_extra_info("socket")
+        if connected is not None and sys.platform == "linux":
+            # without it the kernel takes megabytes for a client that does not read
+            connected.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, limit)
 
     def _expect_headers(self) -> None:
         self._stop_waiting()
@@ -131,3 +166,36 @@ class LimitedProtocol(HttpToolsProtocol):
         lines += [f"{name}: {value}" for name, value in (*headers, *error.headers)]
         self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         self.transport.close()
+
+
+class _DirectWriter:
+    """See `direct_write.DirectWriter`: what uvicorn's `send` does with a part of a body in chunks, and nothing else."""
+
+    __slots__ = ("_cycle", "_flow", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return not (
+            self._flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding
+        )
+
+    def write(self, content: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(content), content))
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
+def _swap_user_timeout(transport: asyncio.Transport, milliseconds: int) -> int:
+    """Sets TCP_USER_TIMEOUT, 0 being the system's own, and returns what it was."""
+    connected = transport.get_extra_info("socket")
+    if connected is None or sys.platform != "linux" or transport.is_closing():
+        return 0
+    before: int = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return before

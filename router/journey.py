@@ -91,11 +91,9 @@ def mark(name: str, **details: Detail) -> None:
         journey.mark(name, **details)
 
 
-def count_tokens(num_tokens: int) -> None:
-    """Note that the request's client is about to get so many tokens."""
-    journey = _current.get()
-    if journey is not None:
-        journey.count_tokens(num_tokens)
+def current_journey() -> Journey | None:
+    """Of the request that this task works for, if it works for one."""
+    return _current.get()
 
 
 class JourneyLog:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.router.hot_metrics import HotCounter, HotHistogram
 from tandem.router.usual_names import UsualNames
 from tandem.workers.types import WorkerSnapshot
 
@@ -54,8 +55,12 @@ class RouterMetrics:
         self.started = self._counter("requests_started", "Generation requests that arrived.")
         self.requests = self._counter("requests", "Generation requests that ended.", "outcome")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between tokens of one choice.", buckets=_SHORT_SECONDS
+        self.inter_token_latency = HotHistogram(
+            "inter_token_latency_seconds",
+            "Between tokens of one choice.",
+            namespace="tandem",
+            registry=self.registry,
+            buckets=_SHORT_SECONDS,
         )
         self.request_duration = self._histogram("request_duration_seconds", "From arrival to the last byte.")
         self.router_decision = self._histogram(
@@ -71,7 +76,9 @@ class RouterMetrics:
             "requests_held_back", "Requests that wait at the door.", namespace="tandem", registry=self.registry
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens of answers.")
+        self.generation_tokens = HotCounter(
+            "generation_tokens", "Tokens of answers.", namespace="tandem", registry=self.registry
+        )
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens whose KV was reused.", "source")
         self.embeddings = self._counter("embeddings", "Texts whose embedding was computed.")
         self.prefills = self._counter("prefills", "Prompts by where they were read.", "path")

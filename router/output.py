@@ -58,7 +58,7 @@ class Delta:
 
 
 class Answer:
-    """One choice of one prompt while it is being written. `total` is everything so far."""
+    """One choice of one prompt while it is being written."""
 
     def __init__(
         self,
@@ -76,7 +76,12 @@ class Answer:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._reader: Reader | None = showing.reading.reader()
         self._text_len = 0
-        self.total = Delta()
+        self._total = Delta()
+        self._texts: list[str] = []
+        """What `try_push` added since somebody looked: a string that grows is copied each time."""
+        self._is_plain = not stops and self._reader is None
+        self.last_token_at: float | None = None
+        """`time.perf_counter` when its last token came."""
         self.is_cut = False
         """True once a stop string ended the answer: the worker does not know and must be told."""
         self.stop_string: str | None = None
@@ -88,7 +93,7 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
-        return self.total.finish_reason is not None
+        return self._total.finish_reason is not None
 
     @property
     def stop_token_id(self) -> int | None:
@@ -96,6 +101,26 @@ class Answer:
         ids = self.total.token_ids
         is_last = self.total.finish_reason == "stop" and not self.is_cut and ids and ids[-1] in self._stop_token_ids
         return ids[-1] if is_last else None
+
+    def try_push(self, chunk: TokenChunk) -> str | None:
+        """`push` for the common case, in which a chunk adds text and nothing else: the text. None: nothing happened."""
+        if not self._is_plain or chunk.finish_reason is not None or chunk.logprobs is not None or self.is_finished:
+            return None
+        token_ids = chunk.token_ids
+        push = self._detokenizer.push
+        text = push(token_ids[0]) if len(token_ids) == 1 else "".join([push(token_id) for token_id in token_ids])
+        self._text_len += len(text)
+        self._total.token_ids += token_ids
+        self._texts.append(text)
+        return text
+
+    @property
+    def total(self) -> Delta:
+        """Everything so far."""
+        if self._texts:
+            self._total.text += "".join(self._texts)
+            self._texts.clear()
+        return self._total
 
     def push(self, chunk: TokenChunk) -> Delta:
         """Take what the worker sent and say what it added. Chunks behind the end add nothing."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import Send
 
+from tandem.router.direct_write import DirectWriter
 from tandem.router.errors import ApiError, Cancelled
 from tandem.router.form import Form, Usage
 from tandem.router.http import EVENT_STREAM_HEADERS, send_error, send_json
@@ -35,6 +36,7 @@ class Reply:
         error_body: Callable[[ApiError], Mapping[str, Any]],
         request_id: str,
         send: Send,
+        writer: DirectWriter | None,
         metrics: RouterMetrics,
         arrived: float,
     ) -> None:
@@ -42,6 +44,7 @@ class Reply:
         self._form = form
         self._error_body = error_body
         self._send = send
+        self._writer = writer
         self._metrics = metrics
         self._arrived = arrived
         """`time.perf_counter` when the request came in."""
@@ -53,7 +56,7 @@ class Reply:
             for position, prompt in enumerate(plan.prompts)
             for index in range(plan.num_choices)
         }
-        self._token_times: dict[tuple[int, int], float] = {}
+        self._has_tokens = False
         self.has_begun = False
         """True once the status line is out: from then on an error can only be an event."""
 
@@ -81,12 +84,17 @@ class Reply:
         for chunk in chunks:
             answer = self._answers[position, chunk.choice]
             delta = answer.push(chunk)
-            self._observe(position, chunk.choice, len(delta.token_ids))
+            self._observe(answer, len(delta.token_ids))
             news.append((self._index(position, chunk.choice), answer, delta))
             if answer.is_cut:
                 cut.append(chunk.choice)
         await self._show(news)
         return cut
+
+    def try_tokens(self, position: int, chunk: TokenChunk) -> Sequence[int] | None:
+        """The same at once, where nothing has to be waited for. None: it must come by `tokens`, and nothing has
+        happened yet."""
+        return None
 
     async def done(self) -> None:
         """Everything is answered."""
@@ -120,16 +128,16 @@ class Reply:
     def _num_tokens(self) -> int:
         return sum(len(answer.total.token_ids) for answer in self._answers.values())
 
-    def _observe(self, position: int, choice: int, num_tokens: int) -> None:
+    def _observe(self, answer: Answer, num_tokens: int) -> None:
         if num_tokens == 0:
             return
         now = time.perf_counter()
-        before = self._token_times.get((position, choice))
-        if before is not None:
-            self._metrics.inter_token_latency.observe((now - before) / num_tokens)
-        elif not self._token_times:
+        if answer.last_token_at is not None:
+            self._metrics.inter_token_latency.observe((now - answer.last_token_at) / num_tokens)
+        elif not self._has_tokens:
+            self._has_tokens = True
             self._metrics.time_to_first_token.observe(now - self._arrived)
-        self._token_times[position, choice] = now
+        answer.last_token_at = now
         self._metrics.generation_tokens.inc(num_tokens)
 
 
@@ -155,6 +163,7 @@ class StreamReply(Reply):
         super().__init__(**given)
         self._begun = asyncio.Event()
         """Prompts start independently of each other, and none may write before the headers."""
+        self._shows_text_only = not self._plan.return_token_ids and not self._plan.scores_prompts
 
     async def _begin(self) -> None:
         self.has_begun = True
@@ -162,6 +171,24 @@ class StreamReply(Reply):
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._write(self._form.begin())
         self._begun.set()
+
+    def try_tokens(self, position: int, chunk: TokenChunk) -> Sequence[int] | None:
+        writer = self._writer
+        if writer is None or not self._begun.is_set() or not writer.is_ready():
+            return None
+        choice = chunk.choice
+        answer = self._answers[position, choice]
+        text = answer.try_push(chunk) if self._shows_text_only else None
+        if text is None:
+            delta = answer.push(chunk)
+            self._observe(answer, len(delta.token_ids))
+            content = self._form.show(self._index(position, choice), answer, delta)
+        else:
+            self._observe(answer, len(chunk.token_ids))
+            content = self._form.show_text(self._index(position, choice), text)
+        if content:
+            writer.write(content)
+        return (choice,) if answer.is_cut else ()
 
     async def _show(self, news: Sequence[tuple[int, Answer, Delta]]) -> None:
         await self._begun.wait()
@@ -195,3 +222,6 @@ class PromptSink:
 
     async def tokens(self, chunks: Sequence[TokenChunk]) -> Sequence[int]:
         return await self._reply.tokens(self._position, chunks)
+
+    def try_tokens(self, chunk: TokenChunk) -> Sequence[int] | None:
+        return self._reply.try_tokens(self._position, chunk)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.router.accounts import FleetSpeeds, WorkerAccount
+from tandem.router.mailbox import Mailbox
 from tandem.router.roster import Roster
 from tandem.workers import protocol
 from tandem.workers.connection import Connection, connect
@@ -35,25 +36,6 @@ class WorkerLost:
 
 
 Event = Started | TokenChunk | Failed | NeedPrefill | Embedded | WorkerLost
-
-
-class Mailbox:
-    """What a worker said about one request, in order. One reader."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._arrived = asyncio.Event()
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        self._arrived.set()
-
-    async def take(self) -> list[Event]:
-        """Everything since the last call; waits until there is something."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
-        return events
 
 
 class WorkerLink:
@@ -189,8 +171,11 @@ class WorkerLink:
     def _deliver(self, message: protocol.AnyMessage) -> None:
         match message:
             case Tokens(chunks=chunks):
+                mailboxes = self._mailboxes
                 for chunk in chunks:
-                    self._put(chunk.request_id, chunk)
+                    mailbox = mailboxes.get(chunk.request_id)
+                    if mailbox is not None:  # as in `_put`, which is too far away for every token
+                        mailbox.put(chunk)
             case Pong(snapshot=snapshot):
                 self._take_snapshot(snapshot)
             case Started() | Failed() | NeedPrefill() | Embedded():

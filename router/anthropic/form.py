@@ -33,6 +33,9 @@ class MessageForm:
     def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
         return b"".join([self._piece(piece) for piece in self._pieces(delta)])
 
+    def show_text(self, index: int, text: str) -> bytes:
+        return self._piece(Content(text)) if text else b""
+
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         answer = answers[0]
         delta = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop_string}

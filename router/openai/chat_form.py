@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.router.errors import ApiError
@@ -40,6 +40,9 @@ class ChatForm:
         self._unopened = set(range(plan.num_choices)) if plan.scores_prompts else set()
         """Choices whose first chunk waits for the logprobs of the prompt."""
 
+        self._text_chunks: Sequence[Callable[[str], bytes]] | None = None
+        """By choice; made when the first is asked for, since most of a client's time it waits."""
+
     def begin(self) -> bytes:
         """The first chunk of each choice carries the role."""
         if self._unopened:
@@ -68,6 +71,17 @@ class ChatForm:
         if delta.finish_reason is not None:
             chunks.append(self._chunk(index, {}, None, chat_finish_reason(answer)))
         return b"".join(chunks)
+
+    def show_text(self, index: int, text: str) -> bytes:
+        if not text:
+            return b""
+        if self._text_chunks is None:
+            choices = [
+                {"index": number, "delta": {"content": sse.TEXT}, "logprobs": None, "finish_reason": None}
+                for number in range(self._plan.num_choices)
+            ]
+            self._text_chunks = [self._writer.text_chunk(choice) for choice in choices]
+        return self._text_chunks[index](text)
 
     def _told(self, delta: Delta) -> list[dict[str, Any]]:
         if self._plan.showing.reading.calls is None and not self._plan.showing.reading.reasoning:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.router.errors import ApiError
@@ -31,6 +31,9 @@ class CompletionForm:
         """Choices whose first chunk waits for the logprobs of their prompt."""
         self._prompt_text_lens: dict[int, int] = {}
         """By choice, where the prompt's tokens are part of its logprobs."""
+
+        self._text_chunks: Sequence[Callable[[str], bytes]] | None = None
+        """By choice; made when the first is asked for."""
 
     def begin(self) -> bytes:
         """Nothing opens a completion, unless the client wants to see its prompt."""
@@ -61,6 +64,14 @@ class CompletionForm:
         if not has_news and not (self._plan.return_token_ids and delta.token_ids):
             return b""
         return self._writer.chunk(self._choice(index, delta))
+
+    def show_text(self, index: int, text: str) -> bytes:
+        if not text:
+            return b""
+        if self._text_chunks is None:
+            choices = [self._choice(number, Delta(text=sse.TEXT)) for number in range(self._plan.num_sequences)]
+            self._text_chunks = [self._writer.text_chunk(choice) for choice in choices]
+        return self._text_chunks[index](text)
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         last = self._writer.usage(usage.for_openai()) if self._plan.include_usage else b""

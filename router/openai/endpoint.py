@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.router.admission import Admission, Gate
 from tandem.router.config import GatewayConfig
+from tandem.router.direct_write import direct_writer
 from tandem.router.dispatch import Dispatcher, Generation, enter_together, run_all
 from tandem.router.errors import ApiError, Cancelled, ClientDisconnected, bad_request, internal_error, too_slow
 from tandem.router.form import Form, Naming
@@ -247,6 +248,7 @@ class Exchange:
         self.unique_id = secrets.token_hex(16)
         """As the workers know it: clients may repeat theirs."""
         self.send = send
+        self._writer = direct_writer(scope)
         self._error_body = error_body
         self.arrived = arrived
         self._reply: Reply | None = None
@@ -269,6 +271,7 @@ class Exchange:
             error_body=self._error_body,
             request_id=self.request_id,
             send=self.send,
+            writer=self._writer,
             metrics=house.metrics,
             arrived=self.arrived,
         )

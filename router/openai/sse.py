@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.router.errors import ApiError
@@ -10,6 +10,8 @@ from tandem.router.events import data_event, on_one_line
 from tandem.router.http import encode_json
 
 DONE = b"data: [DONE]\n\n"
+TEXT = "\x00text"
+"""A text that nothing else in a chunk can hold: JSON writes its first character in six others."""
 
 
 def error(problem: ApiError) -> bytes:
@@ -30,6 +32,16 @@ class ChunkWriter:
         if extras:
             return content + b"]," + encode_json(extras)[1:-1] + self._after[1:]
         return content + self._after
+
+    def text_chunk(self, choice: Mapping[str, Any]) -> Callable[[str], bytes]:
+        """A function from a text to the chunk of this choice with the text in the place of `TEXT`. Text is all that
+        differs from one chunk to the next, mostly: the rest is encoded once."""
+        before, after = self.chunk(choice).split(encode_json(TEXT))
+
+        def chunk(text: str) -> bytes:
+            return before + on_one_line(encode_json(text)) + after
+
+        return chunk
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last chunk: no choices, only the bill."""

@@ -49,6 +49,9 @@ class ResponseForm:
     def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
         return self._events(self._output.push(self._pieces(delta), self._logprobs(delta)))
 
+    def show_text(self, index: int, text: str) -> bytes:
+        return self._events(self._output.push([Content(text)], [])) if text else b""
+
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         events: list[Event] = []
         response = self._finished(answers[0], usage, events)

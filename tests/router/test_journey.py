@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.router.journey import Journey, JourneyLog, count_tokens, mark, parse_trace_parent
+from tandem.router.journey import Journey, JourneyLog, current_journey, mark, parse_trace_parent
 from tandem.router.otlp import TraceExporter, spans
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -34,9 +34,11 @@ async def test_edges_belong_to_the_request_whose_task_marks_them() -> None:
     async def work(name: str) -> None:
         await asyncio.sleep(0)
         mark("routed", prefill=name)
-        count_tokens(2)
+        journey = current_journey()
+        assert journey is not None
+        journey.count_tokens(2)
         await asyncio.sleep(0)
-        count_tokens(3)
+        journey.count_tokens(3)
 
     await asyncio.gather(serve("a"), serve("b"))
     mark("nobody's")  # outside of any request: no harm

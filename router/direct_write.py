@@ -1,0 +1,32 @@
+"""A way past ASGI for the parts of a body that come by the thousand: written on the spot, without a coroutine.
+
+The server's protocol offers it in the scope (`http_protocol.py`). Where it does not, and while the client is slow,
+bodies go through ASGI's `send`, which waits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from starlette.types import Scope
+
+EXTENSION = "tandem.direct_write"
+"""In `scope["extensions"]`."""
+
+
+class DirectWriter(Protocol):
+    """Of one response."""
+
+    def is_ready(self) -> bool:
+        """The headers are out, the body is not at its end, and the client has read most of what was written."""
+
+    def write(self, content: bytes) -> None:
+        """More of the body; never empty. Only while `is_ready`."""
+
+    def abort(self) -> None:
+        """Cut the connection, whatever the client has not read."""
+
+
+def direct_writer(scope: Scope) -> DirectWriter | None:
+    writer: DirectWriter | None = scope.get("extensions", {}).get(EXTENSION)
+    return writer
