@@ -10,10 +10,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from tandem.cluster.worker_logs import MAX_TEXT_LEN, WarningCollector, WorkerProcess, WorkerRecord
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import TandemError, UserError
 from tandem.workers.types import WorkerAddress
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from tandem.router.index.publisher import IndexPublisher
     from tandem.workers.server import WorkerServer
 
+LAST_WORDS_S = 0.2
+"""How long a worker that failed stays, so that its reason arrives."""
+
 
 class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker publishes what it holds."""
@@ -31,11 +36,15 @@ class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
 
 
-class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker could not be started, in one line. Returned rather than raised: Ray would wrap it in a traceback."""
+class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker could not be started, or cannot go on. Returned rather than raised: Ray would wrap it in a traceback
+    of its own, and the process would be gone before anybody could ask."""
 
     message: str
-    is_user_error: bool
+    """One line."""
+    is_user_error: bool = False
+    traceback: str | None = None
+    """Of what nobody foresaw."""
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
@@ -64,20 +73,20 @@ class WorkerActor:
         self._publisher: IndexPublisher | None = None
         self._server: WorkerServer | None = None
         self._stopped = asyncio.Event()
+        self._warnings = WarningCollector()
         logging.basicConfig(
             stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
         )
+        logging.getLogger().addHandler(self._warnings)
 
-    async def start(self) -> WorkerAddress | StartFailure:
+    async def start(self) -> WorkerAddress | WorkerFailure:
         """Load the model and listen."""
         try:
             return await self._start()
         except TandemError as error:
-            return StartFailure(message=str(error), is_user_error=isinstance(error, UserError))
-        except Exception as error:  # torch raises anything when there is no room or no device
-            logging.exception("worker %s could not be started", self._config.worker_id)
-            first_line = next(iter(str(error).splitlines()), "no message")
-            return StartFailure(message=f"{type(error).__name__}: {first_line}", is_user_error=False)
+            return WorkerFailure(message=str(error), is_user_error=isinstance(error, UserError))
+        except Exception as error:  # noqa: BLE001 torch raises anything when there is no room or no device
+            return _unforeseen(error)
 
     async def _start(self) -> WorkerAddress:
         server_class = await asyncio.to_thread(_import_server)  # torch takes seconds; `phase` is answered meanwhile
@@ -110,18 +119,28 @@ class WorkerActor:
         """What the worker is doing in order to start."""
         return self._phase
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def process(self) -> WorkerProcess:
+        """Where this is, for those who want to read what it said when it is no more."""
+        import ray
 
-    async def run_until_stopped(self) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        return WorkerProcess(node_id=node_id, stderr_file=os.readlink("/proc/self/fd/2"))
+
+    async def take_warnings(self) -> list[WorkerRecord]:
+        """What was logged at WARNING and above since the last call; waits until there is something."""
+        return await self._warnings.take()
+
+    async def run_until_stopped(self) -> WorkerFailure | None:
         """Returns after `stop`. If the process dies, whoever waits for this call hears of it in some 10 ms."""
         assert self._server is not None
         try:
             await self._server.run_until_failure()
-        except Exception:  # a bug ended the engine: a worker that only answers pings must not stay
-            logging.exception("worker %s ends", self._config.worker_id)
-            os._exit(1)
+        except Exception as error:  # noqa: BLE001 a bug ended the engine: a worker that only answers pings must not stay
+            # after the reason has been told; nobody need be there to hear it
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+            return _unforeseen(error)
         await self._stopped.wait()
+        return None
 
     async def stop(self) -> None:
         """Stop the worker, and withdraw what it published."""
@@ -130,6 +149,13 @@ class WorkerActor:
         if self._publisher is not None:
             await self._publisher.stop()
         self._stopped.set()
+
+
+def _unforeseen(error: Exception) -> WorkerFailure:
+    first_line = next(iter(str(error).splitlines()), "no message")
+    return WorkerFailure(
+        message=f"{type(error).__name__}: {first_line}", traceback="".join(format_exception(error))[-MAX_TEXT_LEN:]
+    )
 
 
 def _at_home(config: WorkerConfig, node: NodeSettings, on_phase: Callable[[str], None]) -> WorkerConfig:

@@ -23,16 +23,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import msgspec
+import psutil
 import uvloop
 
 from tandem.cluster.actors import IndexSettings
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.guard import guarded
+from tandem.cluster.guard import end_processes, guarded
 from tandem.cluster.http_server import StopSignals, running_server
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
+from tandem.cluster.logs import say
 from tandem.cluster.model_cache import CACHE_VARIABLE
 from tandem.cluster.model_source import ResolvedModel, resolve_model
 from tandem.cluster.observe import observe
@@ -40,9 +43,11 @@ from tandem.cluster.placement import placement_of
 from tandem.cluster.pools import Supervisor
 from tandem.cluster.progress import StartProgress
 from tandem.cluster.ray_runtime import join_ray, prepare_environment, prepare_to_join, start_ray, stop_ray
+from tandem.cluster.ray_watch import RayLost, RayWatch, watch_of_this_ray
 from tandem.cluster.redis_server import EmbeddedRedis
 from tandem.cluster.resolve import ResolvedConfig, gateway_config, resolve, resolve_device, worker_configs
 from tandem.router.gateway import Gateway
+from tandem.router.health import can_serve
 from tandem.workers.errors import WorkerUnavailable
 from tandem.workers.types import WorkerAddress
 
@@ -53,6 +58,10 @@ QUICK_CHECK_S = 1.0
 """Most models that cannot be served are found out within this time, and then Ray is not even started."""
 MAX_FOLDER_LEN = 30
 """Ray's socket names below it take 70 more, and the system allows 107."""
+LOST_DRAIN_S = 5.0
+"""Without Ray, what still runs has at most so long."""
+LOST_STOP_S = 15.0
+"""And the process itself has so long to end in good order."""
 
 
 def run(config: ClusterConfig, progress: StartProgress) -> None:
@@ -61,8 +70,13 @@ def run(config: ClusterConfig, progress: StartProgress) -> None:
         prepare_environment()
     else:
         prepare_to_join()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, progress))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, progress))
+    except RayLost as error:
+        logger.error("%s", error)
+        logging.shutdown()
+        os._exit(1)  # Ray's own handlers of an exit would wait for what is gone
 
 
 async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
@@ -76,17 +90,25 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
         stopping = asyncio.create_task(signals.stop.wait())
         with progress.showing():
             starting = asyncio.create_task(cluster.start(public, admin))
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
+            await _first_of(starting, stopping, cluster.lost)
+            if not starting.done() or cluster.lost.done():
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
+                await cluster.leave_lost_ray()
                 return
             started = starting.result()
         sys.stdout.write(_ready_text(started.resolved, url_of(public), url_of(admin), progress.elapsed_s))
         sys.stdout.flush()
-        await stopping
-        sys.stderr.write("stopping: running requests have a few seconds; again to stop at once\n")
+        await _first_of(stopping, cluster.lost)
+        if cluster.lost.done():
+            await started.gateway.stop(drain_s=min(LOST_DRAIN_S, config.drain_timeout))
+            await cluster.leave_lost_ray()
+        say("stopping: running requests have a few seconds; again to stop at once")
         await started.gateway.stop(drain_s=config.drain_timeout)
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +129,9 @@ class _Cluster:
         self._signals = signals
         self._key = ClusterKey.of(config.cluster_key)
         self._is_starting = True
+        self._supervisor: Supervisor | None = None
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Set when Ray is gone for good, with the reason."""
 
     async def start(self, public: socket, admin: socket) -> _Started:
         config = self._config = _with_absolute_paths(self._config)
@@ -121,9 +146,12 @@ class _Cluster:
         if finding.done():
             resolve(config, finding.result())
         await self._start_ray(folder)
+        watch = self._watch_ray()
         resolved = resolve(config, await finding)
         gateway = await self._start_gateway(resolved, redis_url, public, admin)
-        await self._start_workers(resolved, redis_url, gateway)
+        watch.can_decode = partial(can_serve, gateway.workers)
+        gateway.watch_control_plane(watch.reasons)
+        await self._start_workers(resolved, redis_url, gateway, watch)
         return _Started(gateway, resolved)
 
     async def _find_model(self) -> ResolvedModel:
@@ -161,9 +189,25 @@ class _Cluster:
             begin = partial(start_ray, folder, num_cpus=num_cpus, num_gpus=num_gpus)
         else:
             begin = partial(join_ray, address)
-        await self._stack.enter_async_context(_running_ray(begin))
+        await self._stack.enter_async_context(_running_ray(begin, folder, self.lost))
         self._signals.install()  # Ray's handler of SIGTERM prints a C++ stack trace
         self._progress.done("ray")
+
+    def _watch_ray(self) -> RayWatch:
+        watch = watch_of_this_ray(self.lost, is_own=self._config.address is None)
+        watching = asyncio.create_task(watch.watch(), name="watch Ray")
+        self._stack.callback(watching.cancel)
+        return watch
+
+    async def leave_lost_ray(self) -> None:
+        """If Ray is lost: end in good order what does not need it, and then this process. Raises `RayLost`."""
+        if not self.lost.done():
+            return
+        # not for ever: a call to Ray that somebody waits for may never return
+        asyncio.get_running_loop().call_later(LOST_STOP_S, os._exit, 1)
+        if self._supervisor is not None:
+            await self._supervisor.abandon()
+        raise RayLost(self.lost.result())
 
     async def _start_gateway(
         self, resolved: ResolvedConfig, redis_url: str | None, public: socket, admin: socket
@@ -179,16 +223,19 @@ class _Cluster:
         await gateway.start()
         return gateway
 
-    async def _start_workers(self, resolved: ResolvedConfig, redis_url: str | None, gateway: Gateway) -> None:
+    async def _start_workers(
+        self, resolved: ResolvedConfig, redis_url: str | None, gateway: Gateway, watch: RayWatch
+    ) -> None:
         def on_up(address: WorkerAddress) -> None:
             if self._is_starting:
                 self._progress.done(address.worker_id)
             gateway.workers.add(address)
 
-        supervisor = Supervisor(
+        self._supervisor = supervisor = Supervisor(
             worker_configs(resolved, self._key.secret, epoch=self._key.first_epoch),
             None if redis_url is None else IndexSettings(redis_url=redis_url, namespace=self._key.namespace),
             placement_of(resolved.cluster),
+            wait_ray=watch.wait_up,
             on_up=on_up,
             on_down=gateway.workers.remove,
             on_phase=self._on_phase,
@@ -232,17 +279,21 @@ def _run_folder() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def _running_ray(begin: Callable[[], None]) -> AsyncIterator[None]:
+async def _running_ray(begin: Callable[[], None], folder: Path, lost: asyncio.Future[str]) -> AsyncIterator[None]:
     # One thread that lasts: Ray's processes are killed by the system when the thread that started them ends.
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
     loop = asyncio.get_running_loop()
+    before = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     starting = loop.run_in_executor(executor, begin)
     try:
         await asyncio.shield(starting)
         yield
     finally:
         await asyncio.wait({starting})  # a start cannot be interrupted, only undone
-        await loop.run_in_executor(executor, stop_ray)
+        if lost.done():  # asked to stop, it might wait for what is gone
+            await asyncio.to_thread(end_processes, str(folder), spared=before)
+        else:
+            await loop.run_in_executor(executor, stop_ray)
         executor.shutdown()
 
 

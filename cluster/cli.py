@@ -4,6 +4,7 @@ a second, although torch and Ray are seconds away.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from tandem.cluster.cli_operate import register as register_operating
+from tandem.cluster.logs import say
 from tandem.workers.errors import TandemError, UserError
 
 HELP = """
@@ -71,7 +73,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"tandem: {' '.join(message.split())}\n")
+    say(f"tandem: {' '.join(message.split())}", level=logging.ERROR)
     sys.exit(code)
 
 
@@ -305,7 +307,7 @@ def serve(
     from tandem.cluster.progress import create_progress
 
     configure_logging(cluster_config.log_format)
-    run(cluster_config, create_progress(sys.stderr))
+    run(cluster_config, create_progress(sys.stderr, as_records=cluster_config.log_format == "json"))
 
 
 def given_flags(context: typer.Context) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,19 +52,25 @@ def processes_in(folder: str) -> list[psutil.Process]:
     return found
 
 
+def end_processes(folder: str, *, spared: Collection[int] = ()) -> None:
+    """End all processes whose current folder this is. Several rounds: a dying process may have started another."""
+    for _ in range(ROUNDS):
+        for process in processes_in(folder):
+            try:
+                if process.pid not in spared:
+                    process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(ROUND_S)
+
+
 def main() -> None:
-    """Wait for the parent's end, then end what it left. Several rounds: a dying process may have started another."""
+    """Wait for the parent's end, then end what it left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     folder = sys.argv[1]
     sys.stdin.buffer.read()
-    for _ in range(ROUNDS):
-        for process in processes_in(folder):
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        time.sleep(ROUND_S)
+    end_processes(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 

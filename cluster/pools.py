@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from tandem.cluster.actors import IndexSettings, StartFailure, WorkerActor, worker_environment
+from tandem.cluster.actors import IndexSettings, WorkerActor, WorkerFailure, worker_environment
 from tandem.cluster.placement import Placement, actor_options
+from tandem.cluster.worker_logs import WorkerProcess, last_lines, relay
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import TandemError, UserError, WorkerUnavailable
 from tandem.workers.types import Role, WorkerAddress
@@ -26,12 +28,24 @@ logger = logging.getLogger(__name__)
 POLL_PHASE_S = 0.2
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 3.0
+LAST_LINES_TIMEOUT_S = 5.0
+"""A worker's last lines may have to come from another machine, which may be lost with it."""
 FIRST_RESTART_S = 0.1
 LAST_RESTART_S = 30.0
 STEADY_S = 60.0
 """A worker that lived for so long starts its back-off afresh."""
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """Why an incarnation is gone, in one line, and what is known of where it ran."""
+
+    reason: str
+    traceback: str | None = None
+    process: WorkerProcess | None = None
+    """Where its last lines are, unless it told its reason itself."""
 
 
 class WorkerSlot:
@@ -46,10 +60,14 @@ class WorkerSlot:
         self._group = group
         self._bundle = bundle
         self._actor: Any = None
+        self._process: WorkerProcess | None = None
+        self._listening: asyncio.Task[None] | None = None
 
     async def start(self, on_phase: Callable[[str], None]) -> WorkerAddress:
         """Start the present incarnation. Raises `UserError` or `WorkerUnavailable`."""
         self._actor = self._create_actor()
+        self._process = None
+        self._listening = asyncio.create_task(self._relay_warnings(self._actor))
         poll = asyncio.create_task(self._poll_phase(on_phase))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -59,18 +77,22 @@ class WorkerSlot:
         finally:
             poll.cancel()
             await asyncio.gather(poll, return_exceptions=True)
-        if isinstance(outcome, StartFailure):
+        if isinstance(outcome, WorkerFailure):
+            if outcome.traceback is not None:
+                logger.error("%s could not be started\n%s", self.config.worker_id, outcome.traceback.rstrip())
             message = f"{self.config.worker_id}: {outcome.message}"
             raise UserError(message) if outcome.is_user_error else WorkerUnavailable(message)
         return cast(WorkerAddress, outcome)
 
-    async def wait_end(self) -> str:
-        """Wait until the present incarnation is gone; says why, in one line."""
+    async def wait_end(self) -> WorkerEnd:
+        """Wait until the present incarnation is gone."""
         try:
-            await self._call("run_until_stopped")
+            failure = await self._call("run_until_stopped")
         except WorkerUnavailable as error:
-            return str(error)
-        return "it was stopped"
+            return WorkerEnd(str(error), process=self._process)
+        if isinstance(failure, WorkerFailure):
+            return WorkerEnd(failure.message, traceback=failure.traceback)
+        return WorkerEnd("it was stopped")
 
     def next_incarnation(self) -> None:
         self.config = msgspec.structs.replace(self.config, epoch=self.config.epoch + 1)
@@ -89,6 +111,8 @@ class WorkerSlot:
     def kill(self) -> None:
         import ray
 
+        if self._listening is not None:
+            self._listening.cancel()
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
             self._actor = None
@@ -112,11 +136,24 @@ class WorkerSlot:
 
     async def _poll_phase(self, on_phase: Callable[[str], None]) -> None:
         on_phase("starting its process")
+        self._process = await self._call("process")
         while True:
             phase = await self._call("phase")
             if phase != "ready":  # `start` says so itself
                 on_phase(phase)
             await asyncio.sleep(POLL_PHASE_S)
+
+    async def _relay_warnings(self, actor: Any) -> None:
+        """For ever: bring what this incarnation warns of to the launcher's log."""
+        from ray.exceptions import RayError
+
+        worker_id, epoch = self.config.worker_id, self.config.epoch
+        while True:
+            try:
+                records = await actor.take_warnings.remote()
+            except RayError:  # it is dead, which others find out and tell
+                return
+            relay(worker_id, epoch, records)
 
     async def _call(self, method: str) -> Any:
         """Call the actor. Raises `WorkerUnavailable` if it is dead or its process cannot be started."""
@@ -128,11 +165,16 @@ class WorkerSlot:
             raise WorkerUnavailable(f"{self.config.worker_id}: {_reason(error)}") from error
 
 
+async def _always_there() -> None:
+    """Of a Ray that is not watched."""
+
+
 class Supervisor:
     """Starts all workers, keeps them alive, stops them.
 
     `on_up` and `on_down` tell the gateway who exists; `on_phase(worker_id, phase)` tells the user what goes on at the
-    start. All are called on the event loop.
+    start. All are called on the event loop. `wait_ray` waits while Ray's control plane is away: asked then, it would
+    block the loop, and with it every stream.
     """
 
     def __init__(
@@ -141,6 +183,7 @@ class Supervisor:
         index: IndexSettings | None,
         placement: Placement | None = None,
         *,
+        wait_ray: Callable[[], Awaitable[None]] = _always_there,
         on_up: Callable[[WorkerAddress], None],
         on_down: Callable[[str, int], None],
         on_phase: Callable[[str, str], None],
@@ -148,12 +191,14 @@ class Supervisor:
         self._configs = configs
         self._index = index
         self._placement = placement or Placement()
+        self._wait_ray = wait_ray
         self._on_up = on_up
         self._on_down = on_down
         self._on_phase = on_phase
         self._slots: list[WorkerSlot] = []
         self._groups: list[Any] = []
         self._watches: list[asyncio.Task[None]] = []
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Place the pools and start every worker, all at once. Raises what the first failing worker raises."""
@@ -167,11 +212,21 @@ class Supervisor:
         self._watches = [asyncio.create_task(self._keep_alive(slot)) for slot in self._slots]
 
     async def stop(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._stop_watching()
         await asyncio.gather(*(slot.stop() for slot in self._slots))
         self._remove_groups()
+
+    async def abandon(self) -> None:
+        """Instead of `stop`, where Ray is lost: nothing is asked of it any more. Its processes end by other hands."""
+        await self._stop_watching()
+        self._slots.clear()
+        self._groups.clear()
+
+    async def _stop_watching(self) -> None:
+        tasks = [*self._watches, *self._telling]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _place(self, role: Role, configs: Sequence[WorkerConfig]) -> list[WorkerSlot]:
         """A placement group with one bundle per worker of the role."""
@@ -209,18 +264,22 @@ class Supervisor:
         pause_s = FIRST_RESTART_S
         while True:
             born = time.monotonic()
-            reason = await slot.wait_end()
+            end = await slot.wait_end()
             self._on_down(slot.config.worker_id, slot.config.epoch)
-            logger.warning("%s has ended: %s", slot.config.worker_id, reason)
+            telling = asyncio.create_task(_tell_end(slot.config, end))  # the next incarnation need not wait for it
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
             if time.monotonic() - born > STEADY_S:
                 pause_s = FIRST_RESTART_S
             pause_s = await self._restart(slot, pause_s)
 
     async def _restart(self, slot: WorkerSlot, pause_s: float) -> float:
         """Try until it works; returns the next pause."""
+        await self._wait_ray()
         slot.kill()  # where the network failed, it may live on, and would keep the place
         while True:
             await asyncio.sleep(pause_s)
+            await self._wait_ray()
             pause_s = min(2 * pause_s, LAST_RESTART_S)
             slot.next_incarnation()
             try:
@@ -231,6 +290,37 @@ class Supervisor:
             else:
                 logger.warning("%s is back, epoch %d", slot.config.worker_id, slot.config.epoch)
                 return pause_s
+
+
+async def _tell_end(config: WorkerConfig, end: WorkerEnd) -> None:
+    """One record about a worker that has ended, with what it said last."""
+    lines = end.traceback.splitlines() if end.traceback is not None else await _last_lines_of(end.process)
+    logger.warning(
+        "%s epoch %d has ended: %s%s",
+        *(config.worker_id, config.epoch, end.reason),
+        "".join(f"\n  | {line}" for line in lines),
+        extra={"fields": {"worker": config.worker_id, "epoch": config.epoch}},
+    )
+
+
+async def _last_lines_of(process: WorkerProcess | None) -> list[str]:
+    """From the file itself, or by a task of Ray's on the machine where it is; empty where that cannot be."""
+    if process is None:
+        return []
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if process.node_id == ray.get_runtime_context().get_node_id():
+        return await asyncio.to_thread(last_lines, process.stderr_file)
+    place = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
+    read = cast(Any, ray.remote(last_lines)).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+    try:
+        async with asyncio.timeout(LAST_LINES_TIMEOUT_S):
+            lines: list[str] = await read.remote(process.stderr_file)
+    except (TimeoutError, RayError):
+        return ["(its machine does not say)"]
+    return lines
 
 
 def _reason(error: Exception) -> str:

@@ -6,6 +6,7 @@ terminal one table is redrawn in place; anywhere else each change is one plain l
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
@@ -96,6 +99,17 @@ class PlainProgress(StartProgress):
         self._stream.flush()
 
 
+class LogProgress(StartProgress):
+    """One record per change."""
+
+    def _show(self, part: str) -> None:
+        known = self.parts[part]
+        fields: dict[str, str | float] = {"part": part, "phase": known.phase, "elapsed_s": round(self.elapsed_s, 1)}
+        if known.ended is not None:
+            fields["took_s"] = round(self.seconds(part), 1)
+        logger.info("%s: %s", part, known.phase, extra={"fields": fields})
+
+
 class TableProgress(StartProgress):
     """A table that is redrawn in place ten times a second, so that the seconds run."""
 
@@ -129,8 +143,10 @@ class TableProgress(StartProgress):
         return table
 
 
-def create_progress(stream: TextIO) -> StartProgress:
-    """The table on a terminal, lines elsewhere."""
+def create_progress(stream: TextIO, *, as_records: bool = False) -> StartProgress:
+    """Records where the log is for machines; else the table on a terminal, lines elsewhere."""
+    if as_records:
+        return LogProgress()
     if stream.isatty():
         return TableProgress(Console(file=stream))
     return PlainProgress(stream)

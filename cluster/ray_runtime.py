@@ -17,6 +17,8 @@ from tandem.workers.errors import UserError
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` writes the address of the head."""
 CONNECT_TIMEOUT_S = 5.0
+HEAD_TIMEOUT_S = "86400"
+"""Of Ray's own patience with a head that is away."""
 OBJECT_STORE_BYTES = 80 << 20
 """Ray refuses less than 75 MiB, and we store nothing in it."""
 
@@ -61,6 +63,8 @@ def start_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> None:
 def prepare_to_join() -> None:
     """The same for a Ray that runs already. Its mode and token are the user's: RAY_AUTH_MODE, RAY_AUTH_TOKEN."""
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONSAFEPATH="1")
+    # A driver that misses its head for a minute aborts, in the middle of everybody's streams. We decide: ray_watch.py.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", HEAD_TIMEOUT_S)
 
 
 def join_ray(address: str) -> None:

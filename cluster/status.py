@@ -27,6 +27,8 @@ def show_status(url: str, *, as_json: bool) -> None:
         console.print(status_table(cluster))
         for line in pair_lines(cluster):
             console.print(line, highlight=False)
+        for reason in cluster.get("degraded", ()):
+            console.print(f"[red]degraded[/]: {reason}")
         up = "[green]up[/]" if cluster["redis"]["up"] else "[red]down[/] (requests are served without its hints)"
         console.print(f"model {cluster['model']}   prefix index {up}")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -66,6 +67,8 @@ class Gateway:
         self.app: ASGIApp = KeyCheck(self._public_app(), config.api_keys)
         self.admin_app: ASGIApp = self._admin_app()
         self.journeys = JourneyLog()
+        self.degraded: Callable[[], list[str]] = list
+        """What is missing that requests do not need; nothing, for a gateway without a launcher in it."""
         self._house: House | None = None
         self._grammars: GrammarChecker | None = None
 
@@ -101,6 +104,11 @@ class Gateway:
         """Until every worker that the cluster was started with is alive and paired."""
         while not health.is_complete(self.config, self.workers):
             await self.workers.wait_changed()
+
+    def watch_control_plane(self, missing: Callable[[], list[str]]) -> None:
+        """Tell of it in /ready, /cluster and metrics. `missing` is empty while all is there."""
+        self.degraded = missing
+        self.metrics.add_control_plane(lambda: float(not missing()))
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take nothing new on, give what runs `drain_s` to finish, end the rest with an error."""
@@ -144,7 +152,8 @@ class Gateway:
 
         @app.get("/cluster")
         async def cluster() -> Response:
-            return JSONResponse(health.describe_cluster(self.config, self.workers, redis_up=self.is_index_up))
+            described = health.describe_cluster(self.config, self.workers, redis_up=self.is_index_up)
+            return JSONResponse(described | {"degraded": self.degraded()})
 
         @app.get("/trace/{request_id}")
         async def trace(request_id: str) -> Response:
@@ -174,6 +183,8 @@ class Gateway:
                 reasons.append("the tokenizer is being loaded")
             if reasons:
                 return JSONResponse({"status": "not ready", "reasons": reasons}, 503)
+            if degraded := self.degraded():  # 200: requests are served, and a balancer must not turn them away
+                return JSONResponse({"status": "degraded", "reasons": degraded})
             return JSONResponse({"status": "ready"})
 
 

@@ -124,6 +124,15 @@ class RouterMetrics:
         registry.register(UsualNames(self.registry.collect, model_name))
         self._more.append(registry)
 
+    def add_control_plane(self, is_up: Callable[[], float]) -> None:
+        """Shown by the process that places workers, and by no other."""
+        Gauge(
+            "control_plane_up",
+            "1 while lost workers can be replaced.",
+            namespace="tandem",
+            registry=self.registry,
+        ).set_function(is_up)
+
     def _num_in_flight(self) -> float:
         counted = {
             (sample.name, sample.labels.get("outcome")): sample.value

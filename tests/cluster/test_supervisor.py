@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tandem.cluster import pools
-from tandem.cluster.pools import Supervisor, WorkerSlot
+from tandem.cluster.pools import Supervisor, WorkerEnd, WorkerSlot
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import UserError, WorkerUnavailable
 from tandem.workers.types import WorkerAddress
@@ -24,6 +24,7 @@ class FakeSlot:
         self.failures = failures or {}
         self.started: list[int] = []
         self.is_stopped = False
+        self.end = WorkerEnd("killed")
         self._death = asyncio.Event()
 
     async def start(self, on_phase: Callable[[str], None]) -> WorkerAddress:
@@ -37,9 +38,9 @@ class FakeSlot:
             worker_id=self.config.worker_id, epoch=self.config.epoch, role=self.config.role, host="h", port=1
         )
 
-    async def wait_end(self) -> str:
+    async def wait_end(self) -> WorkerEnd:
         await self._death.wait()
-        return "killed"
+        return self.end
 
     def die(self) -> None:
         self._death.set()
@@ -60,14 +61,20 @@ class Story:
     def __init__(self, slots: list[FakeSlot]) -> None:
         self.told: list[tuple[str, str, int]] = []
         self.slots = slots
+        self.ray_is_up = asyncio.Event()
+        self.ray_is_up.set()
         self.supervisor = Supervisor(
             [],
             None,
+            wait_ray=self.wait_ray,
             on_up=lambda address: self.told.append(("up", address.worker_id, address.epoch)),
             on_down=lambda worker_id, epoch: self.told.append(("down", worker_id, epoch)),
             on_phase=lambda worker_id, phase: None,
         )
         self.supervisor._slots = slots  # type: ignore[assignment]
+
+    async def wait_ray(self) -> None:
+        await self.ray_is_up.wait()
 
     async def told_of(self, *expected: tuple[str, str, int]) -> None:
         async with asyncio.timeout(5):
@@ -122,6 +129,47 @@ async def test_nothing_is_started_again_after_stop() -> None:
     slot.die()
     await asyncio.sleep(0.05)
     assert slot.started == [0]
+
+
+async def test_without_ray_nobody_is_replaced_until_it_is_back() -> None:
+    slot = FakeSlot(config("decode-0"))
+    story = Story([slot])
+    await story.supervisor.start()
+    story.ray_is_up.clear()
+    slot.die()
+    await story.told_of(("up", "decode-0", 0), ("down", "decode-0", 0))
+    await asyncio.sleep(0.05)
+    assert slot.started == [0]
+    story.ray_is_up.set()
+    await story.told_of(*story.told[:2], ("up", "decode-0", 1))
+    await story.supervisor.stop()
+
+
+async def test_a_lost_ray_is_asked_for_nothing() -> None:
+    slot = FakeSlot(config("decode-0"))
+    story = Story([slot])
+    await story.supervisor.start()
+    await story.supervisor.abandon()
+    await story.supervisor.stop()
+    slot.die()
+    await asyncio.sleep(0.05)
+    assert slot.started == [0]
+    assert not slot.is_stopped
+
+
+async def test_what_a_worker_said_last_is_told_with_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    slot = FakeSlot(config("decode-0"))
+    slot.end = WorkerEnd("RuntimeError: no room", traceback="Traceback\n  line\nRuntimeError: no room\n")
+    story = Story([slot])
+    await story.supervisor.start()
+    slot.die()
+    await story.told_of(("up", "decode-0", 0), ("down", "decode-0", 0), ("up", "decode-0", 1))
+    await story.supervisor.stop()
+    (told,) = [record for record in caplog.records if "has ended" in record.message]
+    assert told.message == (
+        "decode-0 epoch 0 has ended: RuntimeError: no room\n  | Traceback\n  |   line\n  | RuntimeError: no room"
+    )
+    assert told.__dict__["fields"] == {"worker": "decode-0", "epoch": 0}
 
 
 def test_the_fake_has_the_methods_of_the_real_slot() -> None:

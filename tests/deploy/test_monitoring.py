@@ -30,6 +30,7 @@ def exported() -> set[str]:
     )  # fmt: skip
     metrics = RouterMetrics(lambda: [snapshot])
     metrics.add_usual_names("m")
+    metrics.add_control_plane(lambda: 1.0)
     names = set()
     for line in metrics.render().decode().splitlines():
         if line.startswith("# TYPE "):

@@ -1,0 +1,139 @@
+"""When is Ray away, and what follows: judged without Ray, and watched with two sockets in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import pytest
+
+from tandem.cluster import ray_watch
+from tandem.cluster.ray_watch import HEAD_GRACE_S, RAYLET_GRACE_S, Endpoint, RayWatch, Sight, Verdict, judge
+
+
+@pytest.mark.parametrize(
+    ("raylet", "head", "can_decode", "own", "joined"),
+    [
+        (None, None, True, "up", "up"),
+        (None, None, False, "up", "up"),
+        (0.0, None, True, "lost", "degraded"),
+        (0.0, None, False, "lost", "lost"),
+        (RAYLET_GRACE_S, None, True, "lost", "lost"),
+        (None, 0.0, True, "lost", "degraded"),
+        (None, 10 * HEAD_GRACE_S, True, "lost", "degraded"),
+        (None, 0.0, False, "lost", "degraded"),
+        (None, HEAD_GRACE_S, False, "lost", "lost"),
+        (1.0, 1.0, True, "lost", "degraded"),
+    ],
+)
+def test_what_is_lost(
+    raylet: float | None, head: float | None, can_decode: bool, own: Verdict, joined: Verdict
+) -> None:
+    sight = Sight(raylet, head, can_decode)
+    assert (judge(sight, is_own=True), judge(sight, is_own=False)) == (own, joined)
+
+
+class Port:
+    """Something that listens, until it does not, and then again."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.number: int = self.socket.getsockname()[1]
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def open(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", self.number))
+
+
+class Scene:
+    """A watch over two ports, with a clock that is set by hand."""
+
+    def __init__(self, *, is_own: bool = False) -> None:
+        self.raylet, self.head = Port(), Port()
+        self.now = 0.0
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.watch = RayWatch(
+            Endpoint("raylet", "127.0.0.1", self.raylet.number, may_return=False),
+            Endpoint("head", "127.0.0.1", self.head.number, may_return=not is_own),
+            self.lost,
+            is_own=is_own,
+            clock=lambda: self.now,
+        )
+
+    def close(self) -> None:
+        self.raylet.close()
+        self.head.close()
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_watch, "PROBE_S", 0.005)
+
+
+async def seen(scene: Scene, *reasons: str) -> None:
+    async with asyncio.timeout(5):
+        while scene.watch.reasons() != list(reasons) or scene.watch.is_up == bool(reasons):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_a_head_that_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    watching = asyncio.create_task(scene.watch.watch())
+    await seen(scene)
+    scene.head.close()
+    await seen(scene, "head is away: lost workers are not replaced")
+    waiting = asyncio.create_task(scene.watch.wait_up())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    assert not scene.lost.done()
+    scene.head.open()
+    await asyncio.wait_for(waiting, 5)
+    await seen(scene)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "head is away: lost workers are not replaced; those that live go on serving",
+        "head is back: lost workers are replaced again",
+    ]
+    watching.cancel()
+    scene.close()
+
+
+async def test_what_listens_in_the_place_of_a_lost_raylet_is_another() -> None:
+    scene = Scene()
+    watching = asyncio.create_task(scene.watch.watch())
+    scene.raylet.close()
+    away = "raylet is away: lost workers are not replaced"
+    await seen(scene, away)
+    scene.raylet.open()
+    await asyncio.sleep(0.05)
+    await seen(scene, away)
+    scene.watch.can_decode = lambda: False
+    assert "raylet is gone" in await asyncio.wait_for(scene.lost, 5)
+    await watching
+    scene.close()
+
+
+async def test_workers_that_live_are_waited_for_but_not_for_ever() -> None:
+    scene = Scene()
+    watching = asyncio.create_task(scene.watch.watch())
+    scene.raylet.close()
+    await seen(scene, "raylet is away: lost workers are not replaced")
+    scene.now = RAYLET_GRACE_S - 1
+    await asyncio.sleep(0.05)
+    assert not scene.lost.done()
+    scene.now = RAYLET_GRACE_S
+    await asyncio.wait_for(scene.lost, 5)
+    await watching
+    scene.close()
+
+
+@pytest.mark.parametrize("part", ["raylet", "head"])
+async def test_a_ray_of_our_own_is_not_waited_for(part: str) -> None:
+    scene = Scene(is_own=True)
+    watching = asyncio.create_task(scene.watch.watch())
+    getattr(scene, part).close()
+    assert await asyncio.wait_for(scene.lost, 5) == f"{part} is gone; this process ends, so that it is started anew"
+    await watching
+    scene.close()
