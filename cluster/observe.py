@@ -21,6 +21,7 @@ def observe(gateway: Gateway, config: ClusterConfig, stack: AsyncExitStack) -> N
         gateway.journeys.on_end.append(log_request)
     if config.otlp_endpoint is not None:
         exporter = TraceExporter(config.otlp_endpoint, gateway.config.model_name)
+        gateway.journeys.is_tracing = True
         gateway.journeys.on_end.append(exporter.add)
         exporter.start()
         stack.push_async_callback(exporter.stop)

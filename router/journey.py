@@ -25,8 +25,11 @@ MAX_EDGES = 256
 """Of one journey: a request of many prompts has many edges."""
 
 _current: ContextVar[Journey | None] = ContextVar("journey", default=None)
-_TRACE_PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+_TRACE_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACE_STATE = re.compile(r"[\x20-\x7e\t]{1,512}")
 _NOWHERE = {"0" * 32, "0" * 16}
+SAMPLED, RANDOM = 1, 2
+"""Flags of W3C Trace Context: somebody records this trace; the right half of its id was drawn at random."""
 
 Detail = str | int | float | None
 
@@ -40,6 +43,17 @@ class Edge:
     details: dict[str, Detail]
 
 
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """What a client said of its trace: the request is a part of that."""
+
+    trace_id: str
+    span_id: str
+    flags: int = SAMPLED
+    state: str = ""
+    """`tracestate`, passed on as it came."""
+
+
 @dataclass(slots=True)
 class Journey:
     """One request. Times are seconds; `arrived_at` is of the wall clock, all others count from there."""
@@ -47,8 +61,11 @@ class Journey:
     request_id: str
     path: str
     trace_id: str
-    parent_id: str | None
-    """Of the client's span, if it told one."""
+    parent: TraceParent | None = None
+    is_sampled: bool = True
+    """Whether its trace is sent to a collector."""
+    span_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Of the span that is all of this request."""
     arrived_at: float = field(default_factory=time.time)
     edges: list[Edge] = field(default_factory=list)
     outcome: str | None = None
@@ -70,6 +87,12 @@ class Journey:
     @property
     def duration_s(self) -> float:
         return self.edges[-1].at_s if self.edges else 0.0
+
+    @property
+    def trace_response(self) -> str:
+        """The header `traceresponse` of W3C Trace Context: where a collector has this request."""
+        flags = RANDOM if self.parent is None else self.parent.flags & RANDOM
+        return f"00-{self.trace_id}-{self.span_id}-{flags | (SAMPLED if self.is_sampled else 0):02x}"
 
     def described(self) -> dict[str, Any]:
         """The body of GET /trace/{request_id}."""
@@ -96,19 +119,31 @@ def current_journey() -> Journey | None:
     return _current.get()
 
 
+def trace_headers() -> list[tuple[str, str]]:
+    """What a response says of the trace of the request that this task works for."""
+    journey = _current.get()
+    return [] if journey is None else [("traceresponse", journey.trace_response)]
+
+
 class JourneyLog:
-    """The latest journeys by request id; `on_end` hears of each when it has ended."""
+    """The latest journeys by request id; `on_end` hears of each when it has ended. `is_tracing`: there is a collector
+    for those whose client has not said that its trace is not recorded."""
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
+        self.is_tracing = False
         self._max_kept = max_kept
         self._kept: OrderedDict[str, Journey] = OrderedDict()
         self.on_end: list[Callable[[Journey], None]] = []
 
     @contextmanager
-    def following(self, request_id: str, path: str, trace_parent: str | None = None) -> Iterator[Journey]:
+    def following(
+        self, request_id: str, path: str, trace_parent: str | None = None, trace_state: str | None = None
+    ) -> Iterator[Journey]:
         """While this lasts, what this task and those it starts mark belongs to this request."""
-        trace_id, parent_id = parse_trace_parent(trace_parent)
-        journey = Journey(request_id, path, trace_id or secrets.token_hex(16), parent_id)
+        parent = parse_trace_parent(trace_parent, trace_state)
+        is_sampled = self.is_tracing and (parent is None or bool(parent.flags & SAMPLED))
+        trace_id = secrets.token_hex(16) if parent is None else parent.trace_id
+        journey = Journey(request_id, path, trace_id, parent, is_sampled)
         self._keep(journey)
         token = _current.set(journey)
         journey.mark("arrived")
@@ -131,9 +166,13 @@ class JourneyLog:
             self._kept.popitem(last=False)
 
 
-def parse_trace_parent(header: str | None) -> tuple[str | None, str | None]:
-    """(trace id, span id) of a W3C traceparent header; (None, None) if there is none, or none that is valid."""
+def parse_trace_parent(header: str | None, state: str | None = None) -> TraceParent | None:
+    """Of the W3C headers traceparent and tracestate; None if the first is absent, or not valid. Later versions of it
+    begin as this one does."""
     match = _TRACE_PARENT.fullmatch((header or "").strip())
-    if match is None or match[1] in _NOWHERE or match[2] in _NOWHERE:
-        return None, None
-    return match[1], match[2]
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
+        return None
+    if match[2] in _NOWHERE or match[3] in _NOWHERE:
+        return None
+    state = (state or "").strip()
+    return TraceParent(match[2], match[3], int(match[4], 16), state if _TRACE_STATE.fullmatch(state) else "")

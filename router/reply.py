@@ -16,6 +16,7 @@ from tandem.router.direct_write import DirectWriter
 from tandem.router.errors import ApiError, Cancelled
 from tandem.router.form import Form, Usage
 from tandem.router.http import EVENT_STREAM_HEADERS, send_error, send_json
+from tandem.router.journey import trace_headers
 from tandem.router.metrics import RouterMetrics
 from tandem.router.output import Answer, Delta
 from tandem.router.plan import Plan
@@ -48,7 +49,7 @@ class Reply:
         self._metrics = metrics
         self._arrived = arrived
         """`time.perf_counter` when the request came in."""
-        self._headers: list[tuple[str, str]] = [("x-request-id", request_id)]
+        self._headers: list[tuple[str, str]] = [("x-request-id", request_id), *trace_headers()]
         self._started: dict[int, Started] = {}
         """By prompt; where a request was moved, its first start counts."""
         self._answers = {

@@ -15,7 +15,7 @@ import msgspec
 from tandem.router.embedding import READERS, Read, embed
 from tandem.router.errors import bad_request
 from tandem.router.http import encode_json, send_json
-from tandem.router.journey import mark
+from tandem.router.journey import mark, trace_headers
 from tandem.router.openai.embeddings import EmbeddingPlan, parse
 from tandem.router.openai.endpoint import LARGE_BODY_BYTES, Endpoint, Exchange, House, check_model
 from tandem.router.tenants import cache_salt
@@ -50,7 +50,7 @@ class EmbeddingEndpoint(Endpoint):
         with house.admission.admit(min(len(requests), MAX_AT_ONCE), plan.num_tokens):
             exchange.is_admitted = True
             reads, shown = await self._read_all(house, plan, requests)
-        headers = [("x-request-id", exchange.request_id), ("x-tandem-prefill-worker", _names(reads))]
+        headers = [("x-request-id", exchange.request_id), *trace_headers(), ("x-tandem-prefill-worker", _names(reads))]
         usage = {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}
         answer = {"object": "list", "data": shown, "model": house.config.model_name, "usage": usage}
         await send_json(exchange.send, 200, answer, headers)

@@ -25,7 +25,7 @@ from tandem.router.errors import ApiError, Cancelled, ClientDisconnected, bad_re
 from tandem.router.form import Form, Naming
 from tandem.router.grammar_check import GrammarChecker
 from tandem.router.http import caller, check_json, header, read_body, request_id, send_error, until_disconnect
-from tandem.router.journey import JourneyLog, mark
+from tandem.router.journey import JourneyLog, mark, trace_headers
 from tandem.router.metrics import Outcome, RouterMetrics
 from tandem.router.plan import Plan
 from tandem.router.reply import PromptSink, Reply, StreamReply, WholeReply
@@ -96,8 +96,8 @@ class Endpoint:
         house.metrics.started.inc()
         exchange = Exchange(house, scope, send, arrived, self._error_body)
         outcome: Outcome = "cancelled"
-        trace_parent = (header(scope, b"traceparent") or b"").decode("latin-1")
-        with house.journeys.following(exchange.request_id, scope["path"], trace_parent) as journey:
+        trace = [(header(scope, name) or b"").decode("latin-1") for name in (b"traceparent", b"tracestate")]
+        with house.journeys.following(exchange.request_id, scope["path"], *trace) as journey:
             try:
                 with house.admission.open_door():
                     outcome = await self._serve(exchange, scope, receive)
@@ -287,7 +287,7 @@ class Exchange:
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if self._reply is None:
-                    headers = [("x-request-id", self.request_id)]
+                    headers = [("x-request-id", self.request_id), *trace_headers()]
                     await send_error(self.send, error, headers, body=self._error_body(error))
                 else:
                     await self._reply.fail(error)
