@@ -221,6 +221,7 @@ def gateway_config(
         tool_call_parser=resolved.cluster.tool_call_parser,
         reasoning_parser=resolved.cluster.reasoning_parser,
         redis_url=redis_url,
+        share_responses=resolved.cluster.gateways > 1 or resolved.cluster.redis_url is not None,
         index_namespace=namespace,
         num_prefill=prefill,
         num_decode=decode,

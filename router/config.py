@@ -33,6 +33,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """Empty: everybody may ask."""
     redis_url: str | None = None
+    share_responses: bool = False
+    """Keep stored responses in Redis, too, where all gateways of the cluster find them."""
     index_namespace: str = "default"
     """Separates clusters that share a Redis. Publishers and readers of one cluster must agree on it."""
 

@@ -64,6 +64,7 @@ class Gateway:
         self.gate = Gate(config.slo_ttft_s, config.slo_itl_s, config.max_queue)
         self.metrics.held_back.set_function(lambda: float(self.gate.num_waiting))
         self.index: IndexReader | None = None
+        self._responses = ResponseStore()
         self.app: ASGIApp = KeyCheck(self._public_app(), config.api_keys)
         self.admin_app: ASGIApp = self._admin_app()
         self.journeys = JourneyLog()
@@ -80,6 +81,10 @@ class Gateway:
                 self.config.redis_url, namespace=self.config.index_namespace, budget_s=self.config.index_budget_s
             )
             await self.index.start()
+            if self.config.share_responses:
+                self._responses.share(
+                    self.config.redis_url, namespace=self.config.index_namespace, cluster_key=self.config.cluster_key
+                )
         dispatcher = Dispatcher(self.config, self.workers, self.index, self.metrics)
         dispatcher.on_room = self.gate.notify
         closing: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
@@ -120,6 +125,7 @@ class Gateway:
         if self._grammars is not None:
             await self._grammars.close()
         await self.workers.close()
+        await self._responses.stop()
         if self.index is not None:
             await self.index.stop()
 
@@ -139,7 +145,7 @@ class Gateway:
 
     def _public_app(self) -> FastAPI:
         app = _bare_app()
-        app.router.routes += public_routes(self._open_house, ResponseStore(), int(time.time()))
+        app.router.routes += public_routes(self._open_house, self._responses, int(time.time()))
         self._add_health(app)
         return app
 

@@ -21,7 +21,7 @@ from tandem.router.openai import chat, completions
 from tandem.router.openai.embedding_endpoint import EmbeddingEndpoint
 from tandem.router.openai.endpoint import GenerationEndpoint, House, check_model
 from tandem.router.plain_endpoint import PlainEndpoint
-from tandem.router.responses import wire as responses
+from tandem.router.responses.endpoint import ResponseEndpoint, StoredEndpoint
 from tandem.router.responses.store import ResponseStore
 from tandem.router.text_fields import parse_detokenize, parse_tokenize
 
@@ -54,10 +54,7 @@ def _generating(house: OpenHouse, store: ResponseStore) -> list[Route]:
     return [
         _post("/v1/chat/completions", GenerationEndpoint(house, lambda body, caller: chat.parse(body))),
         _post("/v1/completions", GenerationEndpoint(house, lambda body, caller: completions.parse(body))),
-        _post(
-            "/v1/responses",
-            GenerationEndpoint(house, lambda body, caller: responses.parse(body, caller, store)),
-        ),
+        _post("/v1/responses", ResponseEndpoint(house, store)),
         _post(
             "/v1/messages",
             GenerationEndpoint(house, lambda body, caller: anthropic.parse(body), error_body=anthropic_error),
@@ -67,21 +64,11 @@ def _generating(house: OpenHouse, store: ResponseStore) -> list[Route]:
 
 
 def _stored_responses(house: OpenHouse, store: ResponseStore) -> list[Route]:
-    def shown(house: House, body: bytes, caller: str, path: Mapping[str, str]) -> Answer:
-        return store.shown(path["response_id"], caller)
-
-    def cancelled(house: House, body: bytes, caller: str, path: Mapping[str, str]) -> Answer:
-        return store.cancel(path["response_id"], caller)
-
-    def deleted(house: House, body: bytes, caller: str, path: Mapping[str, str]) -> Answer:
-        store.delete(path["response_id"], caller)
-        return {"id": path["response_id"], "object": "response", "deleted": True}
-
     path = "/v1/responses/{response_id}"
     return [
-        Route(path, PlainEndpoint(house, shown, has_body=False), methods=["GET"]),
-        Route(path, PlainEndpoint(house, deleted, has_body=False), methods=["DELETE"]),
-        _post(f"{path}/cancel", PlainEndpoint(house, cancelled, has_body=False)),
+        Route(path, StoredEndpoint(house, store.show), methods=["GET"]),
+        Route(path, StoredEndpoint(house, store.delete_everywhere), methods=["DELETE"]),
+        _post(f"{path}/cancel", StoredEndpoint(house, store.cancel_anywhere)),
     ]
 
 
