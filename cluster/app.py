@@ -31,14 +31,14 @@ import uvloop
 
 from tandem.cluster.actors import IndexSettings
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.gateway_pool import bind_public, open_gateway
 from tandem.cluster.guard import end_processes, guarded
-from tandem.cluster.http_server import StopSignals, running_server
+from tandem.cluster.http_server import StopSignals
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
 from tandem.cluster.logs import say
 from tandem.cluster.model_cache import CACHE_VARIABLE
 from tandem.cluster.model_source import ResolvedModel, resolve_model
-from tandem.cluster.observe import observe
 from tandem.cluster.placement import placement_of
 from tandem.cluster.pools import Supervisor
 from tandem.cluster.progress import StartProgress
@@ -84,7 +84,7 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
     async with AsyncExitStack() as stack:
         signals.install()
         stack.callback(signals.remove)
-        public = stack.enter_context(bind(config.host, config.port, flag="--port"))
+        public = stack.enter_context(bind_public(config))
         admin = stack.enter_context(bind(config.admin_host, config.admin_port, flag="--admin-port"))
         cluster = _Cluster(config, progress, stack, signals)
         stopping = asyncio.create_task(signals.stop.wait())
@@ -213,15 +213,8 @@ class _Cluster:
         self, resolved: ResolvedConfig, redis_url: str | None, public: socket, admin: socket
     ) -> Gateway:
         self._progress.phase("gateway", "loading the tokenizer")
-        gateway = Gateway(
-            gateway_config(resolved, self._key.secret, redis_url=redis_url, namespace=self._key.namespace)
-        )
-        observe(gateway, self._config, self._stack)
-        self._stack.push_async_callback(gateway.stop)
-        await self._stack.enter_async_context(running_server(gateway.app, public))
-        await self._stack.enter_async_context(running_server(gateway.admin_app, admin))
-        await gateway.start()
-        return gateway
+        config = gateway_config(resolved, self._key.secret, redis_url=redis_url, namespace=self._key.namespace)
+        return await open_gateway(config, resolved.cluster, public, admin, self._stack)
 
     async def _start_workers(
         self, resolved: ResolvedConfig, redis_url: str | None, gateway: Gateway, watch: RayWatch

@@ -131,6 +131,14 @@ def serve(
         int, typer.Option(help="/metrics and /cluster, without authentication. 0: any.", rich_help_panel=NETWORK)
     ] = 8001,
     admin_host: Annotated[str, typer.Option(help="Address of the admin port.", rich_help_panel=NETWORK)] = "127.0.0.1",
+    gateways: Annotated[
+        int,
+        typer.Option(
+            help="Gateway processes that share the public port. Limits hold for each: requests and tokens in flight, "
+            "connections, --max-queue; --slo-ttft and --slo-itl see what others route as far as workers tell.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = 1,
     redis_url: Annotated[
         str | None,
         typer.Option(

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from socket import socket
+from socket import AF_UNIX, socket
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -50,7 +50,8 @@ async def running_server(app: ASGIApp, listener: socket) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
             app,
-            http=limited_protocol(HttpLimits()),
+            # a Unix socket is for processes of ours: no limits, and no options of TCP
+            http="httptools" if listener.family == AF_UNIX else limited_protocol(HttpLimits()),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -10,7 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.cluster.gateway_app import ClusterAnswer, Listed, apply_list, fetch, follow, run_gateway
+from tandem.cluster.following import ClusterAnswer, Listed, apply_list, fetch, follow
+from tandem.cluster.gateway_app import run_gateway
 from tandem.router import health
 from tandem.router.config import GatewayConfig
 from tandem.router.workers import WorkerSet

@@ -1,0 +1,73 @@
+"""A live set that follows somebody else's list of workers: GET /cluster of an admin port, again and again.
+
+The list says who exists and nothing else: while it cannot be read, the workers that are known stay known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import msgspec
+
+from tandem.router.workers import WorkerSet
+from tandem.workers.types import Role, WorkerAddress
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+POLL_TIMEOUT_S = 3.0
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """One worker of the answer of /cluster; other fields are not for us."""
+
+    id: str
+    role: Role
+    epoch: int
+    address: str
+
+    def worker_address(self) -> WorkerAddress:
+        host, _, port = self.address.rpartition(":")
+        return WorkerAddress(worker_id=self.id, epoch=self.epoch, role=self.role, host=host, port=int(port))
+
+
+class ClusterAnswer(msgspec.Struct, frozen=True):
+    """What this gateway needs of GET /cluster."""
+
+    model: str
+    max_model_len: int
+    workers: tuple[Listed, ...]
+
+
+async def fetch(client: httpx.AsyncClient) -> ClusterAnswer:
+    """GET /cluster. Raises `httpx.HTTPError` or `msgspec.MsgspecError`."""
+    answer = (await client.get("/cluster")).raise_for_status()
+    return msgspec.json.decode(answer.content, type=ClusterAnswer)
+
+
+async def follow(client: httpx.AsyncClient, workers: WorkerSet, *, poll_s: float = POLL_S) -> None:
+    """For ever: keep the live set as the launcher lists it."""
+    was_reached = True
+    while True:
+        try:
+            listed = (await fetch(client)).workers
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            if was_reached:
+                logger.warning("the launcher does not answer (%s): its workers stay listed", type(error).__name__)
+            was_reached = False
+        else:
+            was_reached = True
+            apply_list(workers, listed)
+        await asyncio.sleep(poll_s)
+
+
+def apply_list(workers: WorkerSet, listed: tuple[Listed, ...]) -> None:
+    """Add who is new, remove who is gone or has moved."""
+    wanted = {worker.id: worker.worker_address() for worker in listed}
+    for link in workers.links():
+        if wanted.get(link.worker_id) != link.address:
+            workers.remove(link.worker_id, link.address.epoch)
+    for address in wanted.values():
+        workers.add(address)

@@ -1,0 +1,118 @@
+"""One of several gateway processes behind one port: what runs in it.
+
+    python -m tandem.cluster.gateway_child      its settings are one line of JSON on its standard input
+
+The public port it shares with the others. A second, private one is a Unix socket, by which its parent looks after it
+and adds up what it counts (gateway_pool.py). Who exists it learns from the parent's admin port, as `tandem gateway`
+does from the launcher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.following import POLL_TIMEOUT_S, follow
+from tandem.cluster.http_server import StopSignals, running_server
+from tandem.cluster.listeners import share
+from tandem.cluster.logs import configure_logging
+from tandem.cluster.merged_metrics import families_of
+from tandem.cluster.observe import observe
+from tandem.router.config import GatewayConfig
+from tandem.router.gateway import Gateway
+
+FOLLOW_S = 0.25
+"""The list is on the same machine."""
+STATE_PATH = "/state"
+
+
+class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a gateway process is told. It holds secrets: never in arguments or the environment."""
+
+    gateway: GatewayConfig
+    cluster: ClusterConfig
+    host: str
+    port: int
+    socket_path: str
+    """Of the private port."""
+    cluster_url: str
+    """The parent's admin port."""
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=str)  # paths
+
+    @classmethod
+    def decode(cls, line: bytes) -> ChildSettings:
+        return msgspec.json.decode(line, type=cls, dec_hook=_path)
+
+
+def _path(kind: Any, value: Any) -> Path:
+    assert kind is Path, kind
+    return Path(value)
+
+
+def main() -> None:
+    """Serve until SIGTERM, drain, end."""
+    settings = ChildSettings.decode(sys.stdin.buffer.readline())
+    configure_logging(settings.cluster.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))
+
+
+async def _serve(settings: ChildSettings) -> None:
+    signals = StopSignals()
+    async with AsyncExitStack() as stack:
+        signals.install()
+        stack.callback(signals.remove)
+        public = stack.enter_context(share(settings.host, settings.port, flag="--port"))
+        private = stack.enter_context(_private_listener(settings.socket_path))
+        gateway = Gateway(settings.gateway)
+        observe(gateway, settings.cluster, stack)
+        stack.push_async_callback(gateway.stop)
+        await stack.enter_async_context(running_server(private_app(gateway), private))
+        await stack.enter_async_context(running_server(gateway.app, public))
+        client = httpx.AsyncClient(base_url=settings.cluster_url, timeout=POLL_TIMEOUT_S)
+        await stack.enter_async_context(client)
+        await gateway.start()
+        following = asyncio.create_task(follow(client, gateway.workers, poll_s=FOLLOW_S), name="follow the parent")
+        await signals.stop.wait()
+        await gateway.stop(drain_s=settings.cluster.drain_timeout)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def private_app(gateway: Gateway) -> Starlette:
+    """The admin application, and what this process has counted, for the parent."""
+
+    async def state(request: Request) -> Response:
+        return Response(msgspec.msgpack.encode(families_of(gateway.metrics)))
+
+    return Starlette(routes=[Route(STATE_PATH, state), Mount("/", app=gateway.admin_app)])
+
+
+def _private_listener(path: str) -> socket.socket:
+    Path(path).unlink(missing_ok=True)  # of the process before this one
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener
+
+
+if __name__ == "__main__":
+    main()

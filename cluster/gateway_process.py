@@ -1,0 +1,175 @@
+"""The parent's side of one gateway process: started, looked after, started again.
+
+    absent -> starting -> ready -> (ended, or silent for too long: killed) -> absent ...
+
+Its state is asked for every second, over its private socket, which also tells whether it still answers: one that hangs
+would hold a share of all new connections for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from tandem.cluster.gateway_child import STATE_PATH, ChildSettings
+from tandem.cluster.merged_metrics import Families
+from tandem.cluster.redis_server import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+ASK_S = 1.0
+ANSWER_TIMEOUT_S = 2.0
+MAX_SILENCE_S = 15.0
+"""Loading a tokenizer is done in a thread: a gateway that answers nobody for so long will answer nobody."""
+FIRST_RESTART_S = 0.1
+LAST_RESTART_S = 30.0
+STEADY_S = 60.0
+"""A process that has lived so long starts afresh with its pauses."""
+
+_decoder = msgspec.msgpack.Decoder(Families)
+
+
+class GatewayProcess:
+    """Call `run` once: it goes on until it is cancelled. Then `terminate` and `kill` end what is there."""
+
+    def __init__(self, number: int, settings: ChildSettings, on_end: Callable[[Families], None]) -> None:
+        self.number = number
+        self.latest: Families = []
+        """What it has counted, as far as is known."""
+        self.num_ends = 0
+        """How often it has ended since this object was made."""
+        self.last_end = ""
+        self.is_ready = False
+        self._settings = settings
+        self._on_end = on_end
+        self._process: subprocess.Popen[bytes] | None = None
+        self._heard_at = 0.0
+        transport = httpx.AsyncHTTPTransport(uds=settings.socket_path)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=ANSWER_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def state(self) -> Literal["ready", "starting", "ended"]:
+        if not self.is_alive:
+            return "ended"
+        return "ready" if self.is_ready else "starting"
+
+    async def run(self) -> None:
+        """For ever: start it, wait for its end, start the next one."""
+        pause_s = FIRST_RESTART_S
+        while True:
+            born = time.monotonic()
+            self._spawn()
+            await asyncio.to_thread(self._tell_settings)
+            await self._watch()
+            self._bury()
+            if time.monotonic() - born > STEADY_S:
+                pause_s = FIRST_RESTART_S
+            logger.warning("gateway %d has ended: %s; starting it again in %.1f s", self.number, self.last_end, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_RESTART_S)
+
+    async def refresh(self) -> None:
+        """Ask what it has counted; what it said last stays known when it does not answer."""
+        answer = await self._get(STATE_PATH)
+        if answer is not None and answer.status_code == 200:
+            self.latest = _decoder.decode(answer.content)
+
+    async def find_trace(self, request_id: str) -> Any | None:
+        """The journey of a request, if this process knows it."""
+        answer = await self._get(f"/trace/{quote(request_id, safe='')}")
+        return answer.json() if answer is not None and answer.status_code == 200 else None
+
+    def terminate(self) -> None:
+        """It may finish what runs."""
+        if self.is_alive and self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    async def wait_ended(self) -> None:
+        while self.is_alive:  # noqa: ASYNC110  processes do not notify
+            await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        await self._client.aclose()
+
+    def _spawn(self) -> None:
+        # in a session of its own: Ctrl-C is for the parent, which then lets this one drain
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tandem.cluster.gateway_child"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        self._heard_at = time.monotonic()
+
+    def _tell_settings(self) -> None:
+        """In a thread: there may be more than a pipe holds. (To start it is for the main thread: it dies with that.)"""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as pipe:
+                pipe.write(self._settings.encode() + b"\n")
+        except BrokenPipeError:
+            logger.debug("gateway %d ended before it was told anything", self.number)
+
+    async def _watch(self) -> None:
+        """Returns when it has ended."""
+        asked_at = 0.0
+        while self.is_alive:
+            now = time.monotonic()
+            if now - asked_at >= (ASK_S if self.is_ready else 2 * LOOK_S):
+                asked_at = now
+                await self._ask()
+            if time.monotonic() - self._heard_at > MAX_SILENCE_S and self._process is not None:
+                logger.error("gateway %d does not answer and is killed", self.number)
+                self._process.kill()
+            await asyncio.sleep(LOOK_S)
+
+    async def _ask(self) -> None:
+        if self.is_ready:
+            await self.refresh()
+            return
+        answer = await self._get("/ready")
+        if answer is not None and answer.status_code == 200:
+            self.is_ready = True
+            if self.num_ends:
+                logger.warning("gateway %d is back, process %d", self.number, self.pid or 0)
+
+    async def _get(self, path: str) -> httpx.Response | None:
+        try:
+            answer = await self._client.get(path)
+        except httpx.HTTPError as error:
+            logger.debug("gateway %d does not answer: %s", self.number, type(error).__name__)
+            return None
+        self._heard_at = time.monotonic()
+        return answer
+
+    def _bury(self) -> None:
+        assert self._process is not None
+        code = self._process.returncode
+        self.last_end = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        self.num_ends += 1
+        self.is_ready = False
+        latest, self.latest = self.latest, []
+        self._on_end(latest)
