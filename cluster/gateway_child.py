@@ -10,6 +10,7 @@ does from the launcher's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -34,6 +35,9 @@ from tandem.cluster.merged_metrics import families_of
 from tandem.cluster.observe import observe
 from tandem.router.config import GatewayConfig
 from tandem.router.gateway import Gateway
+from tandem.workers.errors import TandemError
+
+logger = logging.getLogger(__name__)
 
 FOLLOW_S = 0.25
 """The list is on the same machine."""
@@ -69,8 +73,12 @@ def main() -> None:
     """Serve until SIGTERM, drain, end."""
     settings = ChildSettings.decode(sys.stdin.buffer.readline())
     configure_logging(settings.cluster.log_format)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings))
+    except TandemError as error:
+        logger.error("a gateway process cannot go on: %s", error)
+        sys.exit(1)
 
 
 async def _serve(settings: ChildSettings) -> None:

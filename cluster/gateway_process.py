@@ -51,6 +51,7 @@ class GatewayProcess:
         """How often it has ended since this object was made."""
         self.last_end = ""
         self.is_ready = False
+        self.max_silence_s = MAX_SILENCE_S
         self._settings = settings
         self._on_end = on_end
         self._process: subprocess.Popen[bytes] | None = None
@@ -141,7 +142,7 @@ class GatewayProcess:
             if now - asked_at >= (ASK_S if self.is_ready else 2 * LOOK_S):
                 asked_at = now
                 await self._ask()
-            if time.monotonic() - self._heard_at > MAX_SILENCE_S and self._process is not None:
+            if time.monotonic() - self._heard_at > self.max_silence_s and self._process is not None:
                 logger.error("gateway %d does not answer and is killed", self.number)
                 self._process.kill()
             await asyncio.sleep(LOOK_S)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tandem.workers.errors import UserError
 
-MIN_WIDTH = 100
+MIN_WIDTH = 120
 STATES = {"ready": "green", "connecting": "yellow", "lost": "red"}
 
 
@@ -25,7 +25,7 @@ def show_status(url: str, *, as_json: bool) -> None:
         console.print_json(json.dumps(cluster))
     else:
         console.print(status_table(cluster))
-        for line in pair_lines(cluster):
+        for line in (*pair_lines(cluster), *gateway_lines(cluster)):
             console.print(line, highlight=False)
         for reason in cluster.get("degraded", ()):
             console.print(f"[red]degraded[/]: {reason}")
@@ -64,6 +64,14 @@ def status_table(cluster: dict[str, Any]) -> Table:
         cells = ["-" if number is None else str(number) for number in numbers]
         table.add_row(worker["id"], worker["role"], f"[{color}]{worker['state']}[/]", *cells)
     return table
+
+
+def gateway_lines(cluster: dict[str, Any]) -> list[str]:
+    """The processes behind the public port, where they are several."""
+    return [
+        f"gateway {gateway['id']}: {gateway['state']}, process {gateway['pid']}, restarted {gateway['restarts']} times"
+        for gateway in cluster.get("gateways", ())
+    ]
 
 
 def pair_lines(cluster: dict[str, Any]) -> list[str]:
