@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 import transformers
 
+from tandem.router.config import GatewayConfig
+from tandem.router.gateway import Gateway
 from tandem.workers.connection import Connection, connect
 from tandem.workers.protocol import Cancel, Embed, Embedded, Failed
 from tandem.workers.types import KVSource, Request, WorkerSpeeds
@@ -154,6 +157,70 @@ async def test_a_peers_blocks_are_fetched(bench: Any, asker: Any) -> None:
     other = await asker(reader)
     assert await other.all_of([text], source=KVSource(address=holder.address, num_blocks=43)) == right
     assert other.answers["0"].result().cached.peer == 43 * 16
+    await bench.settled()
+
+
+async def test_lower_tiers_give_blocks_back(bench: Any, asker: Any) -> None:
+    """A pool for one text and a half, over host memory: what was given up comes back, with the same bits."""
+    inputs = [tuple(3 + (n * number) % 90 for n in range(900)) for number in (1, 2, 3)]
+    right = await (await asker(await bench.worker("prefill", "roomy"))).all_of(inputs)
+    sizes = {"kv_cache_memory_bytes": 90 * 8192, "kv_host_memory_bytes": 4 << 20}
+    small = await bench.worker("prefill", "small", **sizes)
+    small.role.filler._speeds = lambda: WorkerSpeeds(prefill_token_s=0.05)
+    one = await asker(small)
+    for round_ in ("first ", "second "):
+        for number, each in enumerate(inputs):
+            assert await one.all_of([each], f"{round_}{number} ") == [right[number]]
+    assert one.answers["second 0 0"].result().cached.host > 500
+    await bench.settled()
+
+
+async def test_a_prefill_worker_that_dies_is_followed_by_another(bench: Any) -> None:
+    """Through a whole gateway: nobody learns of it but by the header."""
+    workers = [await bench.worker("prefill", f"p{number}", max_num_batched_tokens=32) for number in range(2)]
+    decode = await bench.worker("decode", "d")
+    gateway = Gateway(
+        GatewayConfig(
+            model_name="tiny",
+            tokenizer_folder=bench.model,
+            max_model_len=1024,
+            cluster_key=b"test key",
+            num_prefill=2,
+            num_decode=1,
+        )
+    )
+    await gateway.start()
+    for worker in (*workers, decode):
+        gateway.workers.add(worker.address)
+    await gateway.wait_ready()
+    transport = httpx.ASGITransport(gateway.app)
+    async with httpx.AsyncClient(base_url="http://gateway", transport=transport, timeout=60) as http:
+
+        async def ask(salt: str) -> Any:
+            body = {"model": "tiny", "input": inputs, "cache_salt": salt}
+            response = await http.post("/v1/embeddings", json=body)
+            assert response.status_code == 200, response.text
+            return response
+
+        inputs = [[3 + (n * number) % 90 for n in range(1000)] for number in range(1, 7)]
+        expected = (await ask("before")).json()
+        asking = asyncio.create_task(ask("meanwhile"))
+        while not workers[0].engine.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await workers[0].stop()
+        bench.servers.remove(workers[0])
+        answer = await asking
+        assert answer.json() == expected
+        assert "p1" in answer.headers["x-tandem-prefill-worker"]
+        value = gateway.metrics.registry.get_sample_value
+        assert value("tandem_migrations_total", {"reason": "prefill_lost"}) >= 1
+        assert value("tandem_requests_total", {"outcome": "ok"}) == 2
+        await workers[1].stop()
+        bench.servers.remove(workers[1])
+        answer = await ask("at last")
+        assert answer.json() == expected
+        assert answer.headers["x-tandem-prefill-worker"] == "d"
+    await gateway.stop(0)
     await bench.settled()
 
 
