@@ -214,7 +214,7 @@ class _Cluster:
     ) -> Gateway:
         self._progress.phase("gateway", "loading the tokenizer")
         config = gateway_config(resolved, self._key.secret, redis_url=redis_url, namespace=self._key.namespace)
-        return await open_gateway(config, resolved.cluster, public, admin, self._stack)
+        return await open_gateway(config, resolved.cluster, public, admin, self._stack, folder=Path.cwd())
 
     async def _start_workers(
         self, resolved: ResolvedConfig, redis_url: str | None, gateway: Gateway, watch: RayWatch

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ import msgspec
 import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.following import POLL_TIMEOUT_S, follow
@@ -35,12 +37,16 @@ from tandem.cluster.merged_metrics import families_of
 from tandem.cluster.observe import observe
 from tandem.router.config import GatewayConfig
 from tandem.router.gateway import Gateway
+from tandem.router.health import missing_parts
 from tandem.workers.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S = 0.25
+FOLLOW_S = 0.5
 """The list is on the same machine."""
+PATIENCE_S = 3.0
+"""The others answer meanwhile. If there are no workers, somebody must say so after all."""
+LOOK_S = 0.05
 STATE_PATH = "/state"
 
 
@@ -86,30 +92,61 @@ async def _serve(settings: ChildSettings) -> None:
     async with AsyncExitStack() as stack:
         signals.install()
         stack.callback(signals.remove)
-        public = stack.enter_context(share(settings.host, settings.port, flag="--port"))
         private = stack.enter_context(_private_listener(settings.socket_path))
         gateway = Gateway(settings.gateway)
         observe(gateway, settings.cluster, stack)
         stack.push_async_callback(gateway.stop)
-        await stack.enter_async_context(running_server(private_app(gateway), private))
-        await stack.enter_async_context(running_server(gateway.app, public))
+        is_public = asyncio.Event()
+        await stack.enter_async_context(running_server(private_app(gateway, is_public), private))
         client = httpx.AsyncClient(base_url=settings.cluster_url, timeout=POLL_TIMEOUT_S)
         await stack.enter_async_context(client)
         await gateway.start()
         following = asyncio.create_task(follow(client, gateway.workers, poll_s=FOLLOW_S), name="follow the parent")
-        await signals.stop.wait()
+        stack.callback(following.cancel)
+        stopping = asyncio.create_task(signals.stop.wait())
+        await _until_useful(gateway, stopping)
+        # only now: whoever listens gets its share of the connections
+        public = stack.enter_context(share(settings.host, settings.port, flag="--port"))
+        await stack.enter_async_context(running_server(gateway.app, public))
+        is_public.set()
+        await stopping
         await gateway.stop(drain_s=settings.cluster.drain_timeout)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
-def private_app(gateway: Gateway) -> Starlette:
+async def _until_useful(gateway: Gateway, stopping: asyncio.Task[bool]) -> None:
+    """Until it is ready, or has tried for long enough."""
+    end = time.monotonic() + PATIENCE_S
+    while not stopping.done() and time.monotonic() < end:
+        if not missing_parts(gateway.config, gateway.workers, is_draining=False):
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def private_app(gateway: Gateway, is_public: asyncio.Event) -> Starlette:
     """The admin application, and what this process has counted, for the parent."""
 
     async def state(request: Request) -> Response:
         return Response(msgspec.msgpack.encode(families_of(gateway.metrics)))
 
-    return Starlette(routes=[Route(STATE_PATH, state), Mount("/", app=gateway.admin_app)])
+    return Starlette(
+        routes=[
+            Route(STATE_PATH, state),
+            Route("/ready", _OncePublic(gateway.admin_app, is_public)),
+            Mount("/", app=gateway.admin_app),
+        ]
+    )
+
+
+class _OncePublic:
+    """The application's answer, once the public port is served as well."""
+
+    def __init__(self, app: ASGIApp, is_public: asyncio.Event) -> None:
+        self._app = app
+        self._is_public = is_public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        closed = JSONResponse({"status": "not ready", "reasons": ["the public port is not open yet"]}, 503)
+        await (self._app if self._is_public.is_set() else closed)(scope, receive, send)
 
 
 def _private_listener(path: str) -> socket.socket:

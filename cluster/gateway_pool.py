@@ -16,6 +16,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from socket import socket
 from typing import Any
 
@@ -49,11 +50,18 @@ def bind_public(config: ClusterConfig) -> socket:
 
 
 async def open_gateway(
-    config: GatewayConfig, cluster: ClusterConfig, public: socket, admin: socket, stack: AsyncExitStack
+    config: GatewayConfig,
+    cluster: ClusterConfig,
+    public: socket,
+    admin: socket,
+    stack: AsyncExitStack,
+    *,
+    folder: Path | None = None,
 ) -> Gateway:
-    """A gateway that is started and served until the stack is left. Raises `ModelError`."""
+    """A gateway that is started and served until the stack is left. Raises `ModelError`. `folder`: for sockets, which
+    only this user may enter; by default a temporary one."""
     if cluster.gateways > 1:
-        return await _open_pool(config, cluster, public, admin, stack)
+        return await _open_pool(config, cluster, public, admin, stack, folder)
     gateway = Gateway(config)
     observe(gateway, cluster, stack)
     stack.push_async_callback(gateway.stop)
@@ -64,11 +72,17 @@ async def open_gateway(
 
 
 async def _open_pool(
-    config: GatewayConfig, cluster: ClusterConfig, public: socket, admin: socket, stack: AsyncExitStack
+    config: GatewayConfig,
+    cluster: ClusterConfig,
+    public: socket,
+    admin: socket,
+    stack: AsyncExitStack,
+    folder: Path | None,
 ) -> GatewayPool:
-    parent = tempfile.gettempdir()
-    parent = parent if len(parent) <= MAX_FOLDER_LEN else "/tmp"
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gateways-", dir=parent))
+    if folder is None:
+        parent = tempfile.gettempdir()
+        parent = parent if len(parent) <= MAX_FOLDER_LEN else "/tmp"
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", dir=parent)))
     host, port = public.getsockname()[:2]
     settings = [
         ChildSettings(
@@ -76,7 +90,7 @@ async def _open_pool(
             cluster=cluster,
             host=host,
             port=port,
-            socket_path=f"{folder}/{number}.sock",
+            socket_path=str(folder / f"gateway-{number}.sock"),
             cluster_url=url_of(admin),
         )
         for number in range(cluster.gateways)

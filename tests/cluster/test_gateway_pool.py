@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -260,21 +261,20 @@ async def all_drain(site: Site) -> None:
 async def test_a_process_that_cannot_start_ends_the_start(tmp_path: Path) -> None:
     cluster = ClusterConfig(model="m", gateways=2, port=0, admin_port=0, aggregated=1)
     config = GatewayConfig(model_name="m", tokenizer_folder=save_tokenizer(tmp_path), max_model_len=100)
-    with bind("127.0.0.1", 0, flag="--port") as taken:
-        settings = ChildSettings(
-            gateway=config,
-            cluster=cluster,
-            host="127.0.0.1",
-            port=taken.getsockname()[1],
-            socket_path=str(tmp_path / "0.sock"),
-            cluster_url="http://127.0.0.1:1",
-        )
-        pool = GatewayPool(config, [settings])
-        worker = ScriptedWorker("aggregated-0", "aggregated", answer)
-        pool.workers.add(await worker.start())
-        await pool.start()
-        with pytest.raises(TandemError, match="gateway 0 ended while it started: exit code"):
-            async with asyncio.timeout(60):
-                await pool.wait_ready()
-        await pool.stop()
-        await worker.stop()
+    settings = ChildSettings(
+        gateway=msgspec.structs.replace(config, tokenizer_folder=tmp_path / "not there"),
+        cluster=cluster,
+        host="127.0.0.1",
+        port=0,
+        socket_path=str(tmp_path / "0.sock"),
+        cluster_url="http://127.0.0.1:1",
+    )
+    worker = ScriptedWorker("aggregated-0", "aggregated", answer)
+    pool = GatewayPool(config, [settings])
+    pool.workers.add(await worker.start())
+    await pool.start()
+    with pytest.raises(TandemError, match="gateway 0 ended while it started: exit code 1"):
+        async with asyncio.timeout(60):
+            await pool.wait_ready()
+    await pool.stop()
+    await worker.stop()
