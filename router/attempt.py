@@ -53,7 +53,7 @@ class Attempt:
         self._is_as_predicted = generation.is_first_attempt
         self._is_open = True
         self._is_sent = False
-        self._sink: Sink | None = None
+        self._wanted, self._emitted = generation.unfinished, generation.emitted
         self._journey = current_journey()
         self._bug: Exception | None = None
         """That a chunk met on its express way: raised where the request's errors are dealt with."""
@@ -75,7 +75,7 @@ class Attempt:
             )
         )
         self._is_sent = True
-        self._sink = sink
+        self._try_tokens = sink.try_tokens
         self._mailbox.express = self._express
         return await self._listen(self._mailbox, sink)
 
@@ -123,9 +123,10 @@ class Attempt:
 
     def _express(self, chunk: TokenChunk) -> bool:
         """See `Mailbox.express`."""
-        assert self._sink is not None
+        if chunk.choice not in self._wanted:
+            return True
         try:
-            cut = self._sink.try_tokens(chunk) if self._generation.wants(chunk.choice) else ()
+            cut = self._try_tokens(chunk)
             if cut is None:
                 return False
             self._note(chunk)
@@ -133,15 +134,18 @@ class Attempt:
                 self._finish(cut)
         except Exception as error:  # noqa: BLE001  it is the request's: the connection's reader must not meet it
             self._bug = error
-        if self._bug is not None or self._generation.is_finished:
+            self._mailbox.wake()
+        if not self._wanted:
             self._mailbox.wake()
         return True
 
     def _note(self, chunk: TokenChunk) -> bool:
         """It is on its way to the client. False: nobody wants it any more."""
-        if not self._generation.take(chunk):
+        if chunk.choice not in self._wanted:
             return False
+        self._emitted[chunk.choice] += chunk.token_ids
         if chunk.finish_reason is not None:
+            self._wanted.discard(chunk.choice)
             self._running.discard(chunk.choice)
         if self._journey is not None:
             self._journey.count_tokens(len(chunk.token_ids))

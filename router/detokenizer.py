@@ -80,6 +80,8 @@ class TokenTable:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
+        self.texts: dict[int, str] = {}
+        """Texts of tokens seen so far that are whole characters whatever stands around them, and that always show."""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -89,6 +91,11 @@ class TokenTable:
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._work_out(token_id)
+            if token_id not in self._special:
+                try:
+                    self.texts[token_id] = known.decode()
+                except UnicodeDecodeError:
+                    return known  # a part of a character
         return known
 
     def _work_out(self, token_id: int) -> bytes:
@@ -128,18 +135,28 @@ class ByteDetokenizer:
         self._table = table
         self._hidden = hidden
         self._strips_space = strips_space
+        self._texts = table.texts
+        self._is_between = not strips_space
+        """Between two characters, and not before the first."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
+        if self._is_between:
+            text = self._texts.get(token_id)
+            if text is not None:
+                return text
         if token_id in self._hidden:
             return ""
         content = self._table.bytes_of(token_id)
         if self._strips_space and content:
             content = content.removeprefix(b" ")
             self._strips_space = False
-        return self._decoder.decode(content)
+        text = self._decoder.decode(content)
+        self._is_between = not self._strips_space and not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
+        self._is_between = False
         return self._decoder.decode(b"", final=True)
 
 

@@ -15,13 +15,14 @@ EXTENSION = "tandem.direct_write"
 
 
 class DirectWriter(Protocol):
-    """Of one response."""
+    """Of one connection."""
 
-    def is_ready(self) -> bool:
-        """The headers are out, the body is not at its end, and the client has read most of what was written."""
+    is_ready: bool
+    """The client is there and has read most of what was written."""
 
     def write(self, content: bytes) -> None:
-        """More of the body; never empty. Only while `is_ready`."""
+        """More of the body; never empty. Only while `is_ready`, and only of a response without a content-length, from
+        the moment that `send` was given its headers until it is given its end."""
 
     def abort(self) -> None:
         """Cut the connection, whatever the client has not read."""

@@ -120,10 +120,12 @@ class Generation:
         self.dispatcher = dispatcher
         self._request = request
         self._deadline = time.monotonic() + timeout_s
-        self._emitted: dict[int, list[int]] = {
+        self.emitted: dict[int, list[int]] = {
             choice.index: list(choice.emitted_token_ids) for choice in request.choices
         }
-        self._unfinished = {choice.index for choice in request.choices}
+        """Tokens that are on their way to the client, by choice. Always the same lists."""
+        self.unfinished = {choice.index for choice in request.choices}
+        """Choices of which more is wanted. Always the same set."""
         self._num_migrations = 0
         self._avoid: set[str] = set()
         """Workers that have already failed this request."""
@@ -137,7 +139,7 @@ class Generation:
 
     async def run(self, sink: Sink) -> None:
         config, metrics = self.dispatcher.config, self.dispatcher.metrics
-        while self._unfinished:
+        while self.unfinished:
             if self._booked is None:
                 await self.look_up()
                 self.book()
@@ -203,8 +205,8 @@ class Generation:
         index, link = self.dispatcher.index, self.dispatcher.workers.get(decode)
         if index is None or link is None or not self._keys:
             return
-        for choice in sorted(self._emitted)[:MAX_NOTED_ANSWERS]:
-            more = self.dispatcher.more_block_keys(self._keys, self._request, self._emitted[choice])
+        for choice in sorted(self.emitted)[:MAX_NOTED_ANSWERS]:
+            more = self.dispatcher.more_block_keys(self._keys, self._request, self.emitted[choice])
             index.note_routed([*self._keys, *more], [_holder(link)])
 
     async def _attempt(self, attempt: Attempt, sink: Sink) -> str | None:
@@ -226,7 +228,7 @@ class Generation:
             self._request,
             request_id=name if self._num_migrations == 0 else f"{name}.{self._num_migrations}",
             choices=tuple(
-                Choice(index=index, emitted_token_ids=tuple(self._emitted[index])) for index in sorted(self._unfinished)
+                Choice(index=index, emitted_token_ids=tuple(self.emitted[index])) for index in sorted(self.unfinished)
             ),
         )
 
@@ -242,19 +244,6 @@ class Generation:
     def avoid(self) -> set[str]:
         return self._avoid
 
-    def wants(self, choice: int) -> bool:
-        """It is not finished."""
-        return choice in self._unfinished
-
-    def take(self, chunk: TokenChunk) -> bool:
-        """Note this chunk as emitted. False, and nothing is noted: its choice is finished."""
-        if chunk.choice not in self._unfinished:
-            return False
-        self._emitted[chunk.choice] += chunk.token_ids
-        if chunk.finish_reason is not None:
-            self._unfinished.discard(chunk.choice)
-        return True
-
     def without_own_kv(self, event: Started) -> Started:
         """Its `cached` as the client should see it. KV that an attempt computed before its worker died was computed for
         this request, and nothing is counted twice where a request is moved after its start."""
@@ -266,11 +255,11 @@ class Generation:
         return msgspec.structs.replace(event, cached=event.cached.at_most(self._num_held_at_first or 0))
 
     def finish(self, choice: int) -> None:
-        self._unfinished.discard(choice)
+        self.unfinished.discard(choice)
 
     @property
     def is_finished(self) -> bool:
-        return not self._unfinished
+        return not self.unfinished
 
 
 async def enter_together(generations: Sequence[Generation], gate: Gate, arrived: float) -> None:

@@ -21,14 +21,15 @@ class HotCounter(Collector):
     def __init__(self, name: str, documentation: str, *, namespace: str, registry: CollectorRegistry) -> None:
         self._name = f"{namespace}_{name}"
         self._documentation = documentation
-        self._value = 0.0
+        self.value = 0.0
+        """May be added to."""
         registry.register(self)
 
     def inc(self, amount: float = 1.0) -> None:
-        self._value += amount
+        self.value += amount
 
     def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(self._name, self._documentation, value=self._value)
+        yield CounterMetricFamily(self._name, self._documentation, value=self.value)
 
 
 class HotHistogram(Collector):

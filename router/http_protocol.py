@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.router.direct_write import EXTENSION
 from tandem.router.errors import ApiError
@@ -68,6 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._bound_unread(transport)
+        self._writer = _DirectWriter(transport)
         self._expect_headers()
         if len(self.connections) > self.limits_of_server.max_connections:
             message = "The server has as many connections as it can take. Please try again shortly."
@@ -76,6 +77,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        self._writer.is_ready = False
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -104,16 +106,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_refused:
             super().on_headers_complete()
             extensions: Any = self.scope.setdefault("extensions", {})
-            extensions[EXTENSION] = _DirectWriter(self.cycle)
+            extensions[EXTENSION] = self._writer
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._writer.is_ready = False
         # a client that reads nothing is not one that has vanished, which is what the listener's timeout is for
         timeout_ms = int(1e3 * self.limits_of_server.slow_reader_timeout_s)
         self._user_timeout_ms = _swap_user_timeout(self.transport, timeout_ms)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._writer.is_ready = True
         _swap_user_timeout(self.transport, self._user_timeout_ms)
 
     def on_body(self, body: bytes) -> None:
@@ -171,18 +175,11 @@ class LimitedProtocol(HttpToolsProtocol):
 class _DirectWriter:
     """See `direct_write.DirectWriter`: what uvicorn's `send` does with a part of a body in chunks, and nothing else."""
 
-    __slots__ = ("_cycle", "_flow", "_transport")
+    __slots__ = ("_transport", "is_ready")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._transport = cycle.transport
-
-    def is_ready(self) -> bool:
-        cycle = self._cycle
-        return not (
-            self._flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding
-        )
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.is_ready = True
+        self._transport = transport
 
     def write(self, content: bytes) -> None:
         self._transport.write(b"%x\r\n%b\r\n" % (len(content), content))

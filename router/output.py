@@ -80,6 +80,7 @@ class Answer:
         self._texts: list[str] = []
         """What `try_push` added since somebody looked: a string that grows is copied each time."""
         self._is_plain = not stops and self._reader is None
+        """Nothing but tokens can make or end it."""
         self.last_token_at: float | None = None
         """`time.perf_counter` when its last token came."""
         self.is_cut = False
@@ -104,12 +105,11 @@ class Answer:
 
     def try_push(self, chunk: TokenChunk) -> str | None:
         """`push` for the common case, in which a chunk adds text and nothing else: the text. None: nothing happened."""
-        if not self._is_plain or chunk.finish_reason is not None or chunk.logprobs is not None or self.is_finished:
+        if not self._is_plain or chunk.finish_reason is not None or chunk.logprobs is not None:
             return None
         token_ids = chunk.token_ids
         push = self._detokenizer.push
         text = push(token_ids[0]) if len(token_ids) == 1 else "".join([push(token_id) for token_id in token_ids])
-        self._text_len += len(text)
         self._total.token_ids += token_ids
         self._texts.append(text)
         return text
@@ -118,13 +118,15 @@ class Answer:
     def total(self) -> Delta:
         """Everything so far."""
         if self._texts:
-            self._total.text += "".join(self._texts)
+            text = "".join(self._texts)
             self._texts.clear()
+            self._text_len += len(text)
+            self._total.text += text
         return self._total
 
     def push(self, chunk: TokenChunk) -> Delta:
         """Take what the worker sent and say what it added. Chunks behind the end add nothing."""
-        delta = Delta()
+        total, delta = self.total, Delta()
         if self.is_finished:
             return delta
         for position, token_id in enumerate(chunk.token_ids):
@@ -146,7 +148,7 @@ class Answer:
                 delta.finish_reason = chunk.finish_reason
         if delta.finish_reason is not None and self._reader is not None:
             self._take(self._reader.finish(), delta)
-        self.total.extend(delta)
+        total.extend(delta)
         return delta
 
     def _show(self, text: str, delta: Delta) -> None:

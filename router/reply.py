@@ -25,6 +25,14 @@ from tandem.workers.protocol import Started
 from tandem.workers.types import TokenChunk
 
 
+Lane = Callable[[TokenChunk], Sequence[int] | None]
+
+
+def nothing_now(chunk: TokenChunk) -> Sequence[int] | None:
+    """A lane that is closed."""
+    return None
+
+
 class Reply:
     """What a stream and a whole answer have in common: the answers, the counts, the headers."""
 
@@ -92,10 +100,9 @@ class Reply:
         await self._show(news)
         return cut
 
-    def try_tokens(self, position: int, chunk: TokenChunk) -> Sequence[int] | None:
-        """The same at once, where nothing has to be waited for. None: it must come by `tokens`, and nothing has
-        happened yet."""
-        return None
+    def lane(self, position: int) -> Lane:
+        """`Sink.try_tokens` of one prompt."""
+        return nothing_now
 
     async def done(self) -> None:
         """Everything is answered."""
@@ -139,7 +146,7 @@ class Reply:
             self._has_tokens = True
             self._metrics.time_to_first_token.observe(now - self._arrived)
         answer.last_token_at = now
-        self._metrics.generation_tokens.inc(num_tokens)
+        self._metrics.generation_tokens.value += num_tokens
 
 
 class WholeReply(Reply):
@@ -164,6 +171,8 @@ class StreamReply(Reply):
         super().__init__(**given)
         self._begun = asyncio.Event()
         """Prompts start independently of each other, and none may write before the headers."""
+        self._may_write = False
+        """The headers are out, and the first events."""
         self._shows_text_only = not self._plan.return_token_ids and not self._plan.scores_prompts
 
     async def _begin(self) -> None:
@@ -172,24 +181,35 @@ class StreamReply(Reply):
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._write(self._form.begin())
         self._begun.set()
+        self._may_write = True
 
-    def try_tokens(self, position: int, chunk: TokenChunk) -> Sequence[int] | None:
+    def lane(self, position: int) -> Lane:
         writer = self._writer
-        if writer is None or not self._begun.is_set() or not writer.is_ready():
-            return None
-        choice = chunk.choice
-        answer = self._answers[position, choice]
-        text = answer.try_push(chunk) if self._shows_text_only else None
-        if text is None:
-            delta = answer.push(chunk)
-            self._observe(answer, len(delta.token_ids))
-            content = self._form.show(self._index(position, choice), answer, delta)
-        else:
-            self._observe(answer, len(chunk.token_ids))
-            content = self._form.show_text(self._index(position, choice), text)
-        if content:
-            writer.write(content)
-        return (choice,) if answer.is_cut else ()
+        if writer is None:
+            return nothing_now
+        lanes = {
+            index: (self._index(position, index), self._answers[position, index])
+            for index in range(self._plan.num_choices)
+        }
+
+        def try_tokens(chunk: TokenChunk) -> Sequence[int] | None:
+            # for every token of every stream: worth a look at what it calls
+            if not (writer.is_ready and self._may_write):
+                return None
+            index, answer = lanes[chunk.choice]
+            text = answer.try_push(chunk) if self._shows_text_only else None
+            if text is not None:
+                self._observe(answer, len(chunk.token_ids))
+                content = self._form.show_text(index, text)
+            else:
+                delta = answer.push(chunk)
+                self._observe(answer, len(delta.token_ids))
+                content = self._form.show(index, answer, delta)
+            if content:
+                writer.write(content)
+            return (chunk.choice,) if answer.is_cut else ()
+
+        return try_tokens
 
     async def _show(self, news: Sequence[tuple[int, Answer, Delta]]) -> None:
         await self._begun.wait()
@@ -217,12 +237,10 @@ class PromptSink:
     def __init__(self, reply: Reply, position: int) -> None:
         self._reply = reply
         self._position = position
+        self.try_tokens = reply.lane(position)
 
     async def started(self, event: Started) -> None:
         await self._reply.started(self._position, event)
 
     async def tokens(self, chunks: Sequence[TokenChunk]) -> Sequence[int]:
         return await self._reply.tokens(self._position, chunks)
-
-    def try_tokens(self, chunk: TokenChunk) -> Sequence[int] | None:
-        return self._reply.try_tokens(self._position, chunk)

@@ -39,7 +39,10 @@ class ChunkWriter:
         before, after = self.chunk(choice).split(encode_json(TEXT))
 
         def chunk(text: str) -> bytes:
-            return before + on_one_line(encode_json(text)) + after
+            content = encode_json(text)
+            if not content.isascii():
+                content = on_one_line(content)
+            return before + content + after
 
         return chunk
 
