@@ -138,6 +138,8 @@ class Engine:
         """Compiles what requests ask for; prepare a grammar in it before `add`, which otherwise waits for it."""
         self._requests: dict[str, dict[int, Sequence]] = {}
         """Unfinished (HELD included) sequences by request id and choice."""
+        self.can_generate = True
+        """False: the model has no head, and gives embeddings alone."""
         self._arrivals = itertools.count()
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -150,6 +152,8 @@ class Engine:
         """Raises `RequestError` for a request that this worker could never finish."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        if not self.can_generate:
+            raise RequestError("this model gives embeddings alone", param="model", code="unsupported_model")
         validate_request(
             request,
             max_model_len=self.config.max_model_len,

@@ -106,6 +106,7 @@ class WorkerServer:
         self.engine.grammars = GrammarCache(
             lambda: load_grammar_tokenizer(config.model_path, model.vocab_size, model.eos_token_ids)
         )
+        self.engine.can_generate = model.generates
         self.engine.on_step = self._observe_step
         self._server = await self._listen()
         port = self._server.sockets[0].getsockname()[1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -39,7 +40,7 @@ def check_model(folder: Path) -> ModelConfig:
 
     Raises `ModelError`. Takes milliseconds, whatever the size of the model.
     """
-    config = read_config(folder)
+    config = _without_head(folder, read_config(folder))
     check_tensors(folder, config)
     _check_tokenizer(folder)
     return config
@@ -85,7 +86,7 @@ def revision_of(folder: Path) -> str:
 
 def check_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorEntry]:
     """The tensors of the checkpoint, after comparing their names and shapes with what `config` demands."""
-    found = {name: entry for name, entry in find_tensors(folder).items() if not _ROTARY_BUFFER.fullmatch(name)}
+    found = {name: entry for name, entry in _named_tensors(folder).items() if not _ROTARY_BUFFER.fullmatch(name)}
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     if missing:
@@ -99,6 +100,25 @@ def check_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorEntry]:
         file = found[surplus[0]].file
         raise ModelError(f"{file}: tensor {surplus[0]} has no place in this model{_and_more(surplus)}")
     return found
+
+
+def _named_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """A model that was saved without its head has names of its own: the same without a prefix."""
+    found = find_tensors(folder)
+    if "embed_tokens.weight" not in found:
+        return found
+    return {
+        name if name.startswith("lm_head.") else f"model.{name}": replace(entry, stored_name=name)
+        for name, entry in found.items()
+    }
+
+
+def _without_head(folder: Path, config: ModelConfig) -> ModelConfig:
+    """An embedding model may call itself a causal one and come without the head. Elsewhere that is a missing tensor."""
+    is_for_embeddings = (folder / "modules.json").exists()
+    if config.tie_word_embeddings or not is_for_embeddings or "lm_head.weight" in find_tensors(folder):
+        return config
+    return replace(config, tie_word_embeddings=True, generates=False)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -53,6 +53,8 @@ class ModelConfig:
     """The attention's output projection adds a bias."""
     mlp_bias: bool = False
     """The gate, up and down projections add a bias."""
+    generates: bool = True
+    """False: the checkpoint has no language-model head, and serves for embeddings alone."""
 
     @property
     def kv_elements_per_token(self) -> int:

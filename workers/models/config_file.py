@@ -20,6 +20,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+HEADLESS: dict[str, Architecture] = {
+    "LlamaModel": "llama",
+    "MistralModel": "mistral",
+    "Qwen2Model": "qwen2",
+    "Qwen3Model": "qwen3",
+}
+"""The same without a language-model head, as embedding models are often saved."""
 
 _ROPE_KEYS = {
     "default": frozenset[str](),
@@ -93,7 +100,7 @@ class JsonFile:
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`. Raises `ModelError` for anything that cannot be served."""
     file = JsonFile(config_path(folder))
-    architecture = _architecture(file)
+    architecture, generates = _architecture(file)
     _refuse_unsupported(file)
     num_heads = file.size("num_attention_heads")
     num_kv_heads = _num_kv_heads(file, architecture, num_heads)
@@ -111,7 +118,8 @@ def read_config(folder: Path) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=_number(file, file.values, "rms_norm_eps", default=1e-6),
         max_position_embeddings=file.size("max_position_embeddings"),
-        tie_word_embeddings=file.flag("tie_word_embeddings"),
+        tie_word_embeddings=file.flag("tie_word_embeddings") or not generates,
+        generates=generates,
         rope=_rope(file),
         qk_norm=architecture == "qwen3",
         sliding_window=_sliding_window(file, architecture),
@@ -135,13 +143,16 @@ def config_path(folder: Path) -> Path:
     return path
 
 
-def _architecture(file: JsonFile) -> Architecture:
+def _architecture(file: JsonFile) -> tuple[Architecture, bool]:
+    """It, and whether it has a head."""
     names = file.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise file.fail(f"architectures must name exactly one, but is {names!r}")
+    if names[0] in HEADLESS:
+        return HEADLESS[names[0]], False
     if names[0] not in ARCHITECTURES:
         raise file.fail(f"architecture {names[0]} is not supported (supported: {', '.join(ARCHITECTURES)})")
-    return ARCHITECTURES[names[0]]
+    return ARCHITECTURES[names[0]], True
 
 
 def _refuse_unsupported(file: JsonFile) -> None:

@@ -52,11 +52,12 @@ class TensorReader:
         return out
 
     def _mapped(self, name: str) -> Tensor:
-        file = self._tensors[name].file
+        entry = self._tensors[name]
+        file = entry.file
         try:
             if file not in self._files:
                 self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            tensor: Tensor = self._files[file].get_tensor(name)
+            tensor: Tensor = self._files[file].get_tensor(entry.stored_name or name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file}: {name} cannot be read: {error}") from error
         return tensor

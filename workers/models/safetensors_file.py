@@ -29,6 +29,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     end: int
+    stored_name: str | None = None
+    """In the file, where it is another one."""
 
 
 def find_tensors(folder: Path) -> dict[str, TensorEntry]:

@@ -258,6 +258,23 @@ async def test_refused(bench: Any, asker: Any, token_ids: tuple[int, ...], param
     await bench.settled()
 
 
+async def test_a_model_without_a_head_gives_embeddings_alone(
+    bench: Any, asker: Any, tmp_path: Path, make_request: Callable[..., Request]
+) -> None:
+    right = await (await asker(await bench.worker("prefill", "whole"))).all_of(texts())
+    folder = tmp_path / "headless"
+    model = transformers.LlamaModel.from_pretrained(bench.model, dtype=torch.float32)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bench.model / name, folder)
+    bench.model = folder
+    worker = await bench.worker("aggregated", "headless")
+    assert await (await asker(worker)).all_of(texts()) == right
+    answer = await (await bench.gateway(worker)).ask(make_request("r", 20))
+    assert (answer.failed.code, answer.failed.retryable) == ("unsupported_model", False)
+    await bench.settled()
+
+
 async def test_a_model_that_is_pooled_otherwise_says_so(bench: Any, asker: Any, model_with: Any) -> None:
     bench.model = model_with("mean")
     (bench.model / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')

@@ -128,6 +128,31 @@ def test_missing_tensor(make_checkpoint: Any) -> None:
     assert_refused(folder, "model.layers.1.mlp.up_proj.weight is missing")
 
 
+def test_a_model_saved_without_its_head(make_checkpoint: Any, edit_json: Any) -> None:
+    """As `AutoModel` saves it: other names, and nothing to generate with."""
+    folder = make_checkpoint("qwen3", tie_word_embeddings=False).folder
+    whole = load_weights(folder, check_model(folder), torch.float32)
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    (folder / "modules.json").write_text("[]")  # a folder of sentence-transformers: the architecture's name stays
+    assert not check_model(folder).generates
+    (folder / "modules.json").unlink()
+
+    def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(folder, without_prefix)
+    edit_json(folder / "config.json", architectures=["Qwen3Model"])
+    config = check_model(folder)
+    assert not config.generates
+    weights = load_weights(folder, config, torch.float32)
+    assert torch.equal(weights.embedding, whole.embedding)
+    assert torch.equal(weights.final_norm, whole.final_norm)
+    for one, other in zip(weights.layers, whole.layers, strict=True):
+        assert torch.equal(one.qkv, other.qkv)
+        assert torch.equal(one.down, other.down)
+
+
 def test_untied_model_without_lm_head(make_checkpoint: Any) -> None:
     folder = make_checkpoint().folder
     edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
