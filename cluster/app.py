@@ -307,6 +307,8 @@ def _ready_text(resolved: ResolvedConfig, url: str, admin_url: str, seconds: flo
     prefill, decode, aggregated = resolved.cluster.num_workers
     parts = [(prefill, "prefill"), (decode, "decode"), (aggregated, "aggregated")]
     workers = " + ".join(f"{count} {role}" for count, role in parts if count)
+    if resolved.cluster.gateways > 1:
+        workers += f" behind {resolved.cluster.gateways} gateways"
     key = ' -H "Authorization: Bearer $API_KEY"' if resolved.cluster.api_key or resolved.cluster.api_key_file else ""
     body = f'{{"model": "{resolved.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
