@@ -1,8 +1,9 @@
 """Writes the chart beside this file from the kustomize overlays: `python deploy/helm/make_chart.py`. Needs kubectl.
 
-The templates are the objects of the overlay `cpu`, in which what may differ is asked of the values. values.yaml holds
-what that overlay has there, values-gpu.yaml and values-gpu-rdma.yaml what the others have. So there is one source, and
-a test renders the chart and compares it with each overlay.
+The templates are the objects of the overlay `cpu`, in which what may differ is asked of the values; those that the
+component `sentinel` brings or changes are there in both forms, by `redis.sentinel`. values.yaml holds what that overlay
+has there, values-*.yaml what the others have. So there is one source, and a test renders the chart and compares it with
+each overlay.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import yaml
 
 CHART = Path(__file__).parent / "tandem"
 OVERLAYS = Path(__file__).parents[1] / "k8s" / "overlays"
-VALUES_FILES = {"cpu": "values.yaml", "gpu": "values-gpu.yaml", "gpu-rdma": "values-gpu-rdma.yaml"}
+VALUES_FILES = {
+    "cpu": "values.yaml",
+    "gpu": "values-gpu.yaml",
+    "gpu-rdma": "values-gpu-rdma.yaml",
+    "gpu-sentinel": "values-gpu-sentinel.yaml",
+}
+SENTINEL = "gpu-sentinel"
 CONFIG_NAME = re.compile(r"tandem-config-[a-z0-9]{10}$")
 HEAD = "# Made by deploy/helm/make_chart.py from deploy/k8s: change it there.\n"
 
@@ -56,7 +63,12 @@ def places() -> Iterator[Place]:
     yield "Deployment", "tandem-gateway", (*gateway, "resources"), "gateway.resources"
     yield "HorizontalPodAutoscaler", "tandem-gateway", ("spec", "minReplicas"), "gateway.minReplicas"
     yield "HorizontalPodAutoscaler", "tandem-gateway", ("spec", "maxReplicas"), "gateway.maxReplicas"
+    redis_url = ("env", 8, "value"), ("env", 10, "value")
+    yield "Deployment", "tandem-gateway", (*gateway, *redis_url[0]), "redis.url"
+    yield "RayCluster", "tandem", (*head, 1, *redis_url[1]), "redis.url"
+    yield "RayCluster", "tandem", ("spec", "gcsFaultToleranceOptions", "redisAddress"), "redis.rayAddress"
     yield "StatefulSet", "tandem-redis", (*gateway, "image"), "redis.image"
+    yield "StatefulSet", "tandem-redis", ("spec", *POD, "containers", 1, "image"), "redis.image"
     yield "StatefulSet", "tandem-redis", (*gateway, "resources"), "redis.resources"
     yield "PersistentVolumeClaim", "tandem-models", ("spec", "resources"), "models.resources"
     yield "ConfigMap", "tandem-config", ("data", "cluster.yaml"), "clusterConfig"
@@ -69,22 +81,33 @@ def build(overlay: str) -> list[Object]:
     return [each for each in yaml.safe_load_all(text) if each["kind"] != "Namespace"]
 
 
-def find(objects: list[Object], kind: str, name: str) -> Object:
-    (found,) = (each for each in objects if each["kind"] == kind and each["metadata"]["name"].startswith(name))
-    return found
+def name_of(thing: Object) -> tuple[str, str]:
+    """(kind, name), without the digest of what a ConfigMap holds."""
+    return thing["kind"], re.sub(r"-[a-z0-9]{10}$", "", thing["metadata"]["name"])
+
+
+def parent_of(objects: list[Object], place: Place) -> Any:
+    """What holds the value there; None if nothing does."""
+    kind, name, path, _ = place
+    (at,) = (each for each in objects if name_of(each) == (kind, name))
+    for step in path[:-1]:
+        if isinstance(step, int) and step >= len(at):
+            return None
+        at = at[step]
+    return at
 
 
 def values_of(objects: list[Object]) -> Object:
     values: Object = {}
-    for kind, name, path, key in places():
-        value: Any = find(objects, kind, name)
-        for step in path:
-            value = value[step]
-        *parents, last = key.split(".")
+    for place in places():
+        holder = parent_of(objects, place)
+        if holder is None:
+            continue
+        *parents, last = place[3].split(".")
         at = values
         for parent in parents:
             at = at.setdefault(parent, {})
-        at[last] = value
+        at[last] = holder[place[2][-1]]
     return values
 
 
@@ -103,21 +126,37 @@ def difference(values: Object, base: Object) -> Object:
     return said
 
 
-def templates(objects: list[Object]) -> dict[str, str]:
+def templates(objects: list[Object], with_sentinel: list[Object]) -> dict[str, str]:
     """File name -> text, one file per kind."""
-    objects = copy.deepcopy(objects)
-    for kind, name, path, key in places():
-        at: Any = find(objects, kind, name)
-        for step in path[:-1]:
-            at = at[step]
-        at[path[-1]] = f"<<{key}>>" if isinstance(at[path[-1]], str | int) else f"<<yaml {key}>>"
+    plain, other = _texts(objects), _texts(with_sentinel)
     files: dict[str, str] = {}
+    for name in {**plain, **other}:
+        file = f"{name[0].lower()}.yaml"
+        files.setdefault(file, HEAD)
+        files[file] += _in_both_forms(plain.get(name, ""), other.get(name, ""))
+    return files
+
+
+def _texts(objects: list[Object]) -> dict[tuple[str, str], str]:
+    """By kind and name: each as a template."""
+    objects = copy.deepcopy(objects)
+    for place in places():
+        holder, last = parent_of(objects, place), place[2][-1]
+        if holder is not None:
+            holder[last] = f"<<{place[3]}>>" if isinstance(holder[last], str | int) else f"<<yaml {place[3]}>>"
     for each in objects:
         each["metadata"].pop("namespace", None)
-        text = yaml.safe_dump(_renamed(each), sort_keys=False, width=1000)
-        files.setdefault(f"{each['kind'].lower()}.yaml", HEAD)
-        files[f"{each['kind'].lower()}.yaml"] += "---\n" + _with_actions(text)
-    return files
+    return {
+        name_of(each): "---\n" + _with_actions(yaml.safe_dump(_renamed(each), sort_keys=False, width=1000))
+        for each in objects
+    }
+
+
+def _in_both_forms(plain: str, with_sentinel: str) -> str:
+    if plain == with_sentinel:
+        return plain
+    otherwise = f"{{{{- else }}}}\n{plain}" if plain else ""
+    return f"{{{{- if .Values.redis.sentinel }}}}\n{with_sentinel}{otherwise}{{{{- end }}}}\n"
 
 
 def _renamed(value: Any) -> Any:
@@ -145,7 +184,9 @@ def make() -> dict[str, str]:
     """Path below the chart -> content."""
     built = {overlay: build(overlay) for overlay in VALUES_FILES}
     values = {overlay: values_of(objects) for overlay, objects in built.items()}
-    files = {f"templates/{name}": text for name, text in templates(built["cpu"]).items()}
+    for overlay in VALUES_FILES:
+        values[overlay]["redis"]["sentinel"] = overlay == SENTINEL
+    files = {f"templates/{name}": text for name, text in templates(built["cpu"], built[SENTINEL]).items()}
     for overlay, name in VALUES_FILES.items():
         said = values[overlay] if overlay == "cpu" else difference(values[overlay], values["cpu"])
         files[name] = HEAD + yaml.dump(said, Dumper=_Dumper, sort_keys=False, width=1000)

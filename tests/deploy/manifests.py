@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-OVERLAYS = ("cpu", "gpu", "gpu-rdma")
+OVERLAYS = ("cpu", "gpu", "gpu-rdma", "gpu-sentinel")
 KUBERNETES_VERSION = "1.32"
 CRD_FILES = {"RayCluster": "kuberay_raycluster_v1.json", "InferencePool": "inferencepool_v1.json"}
 """In the data folder; the schema of PodMonitor is beside this file."""
@@ -40,8 +41,9 @@ def built(overlay: str) -> tuple[Object, ...]:
 
 
 def find(overlay: str, kind: str, name: str) -> Object:
-    """The one object of this kind whose name begins so (generated ones have a digest at the end)."""
-    (found,) = (each for each in built(overlay) if each["kind"] == kind and each["metadata"]["name"].startswith(name))
+    """The one object of this kind and name (generated ones have a digest at its end)."""
+    names = re.compile(rf"{name}(-[a-z0-9]{{10}})?")
+    (found,) = (each for each in built(overlay) if each["kind"] == kind and names.fullmatch(each["metadata"]["name"]))
     return found
 
 

@@ -14,6 +14,7 @@ import yaml
 from manifests import DEPLOY, OVERLAYS, built
 
 CHART = DEPLOY / "helm" / "tandem"
+CHOICE = re.compile(r"\{\{- if (\.Values[\w.]+) \}\}(.*?)(?:\{\{- else \}\}(.*?))?\{\{- end \}\}", re.DOTALL)
 ACTION = re.compile(r"( *)\{\{(-?) (.+?) \}\}")
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -59,6 +60,7 @@ def render(overlay: str) -> list[Any]:
     objects = []
     for path in sorted((CHART / "templates").glob("*.yaml")):
         text = re.sub(r"\n( *\{\{-)", r"\1", path.read_text())  # {{- takes the line break before it, too
+        text = CHOICE.sub(lambda match: match[2] if value_of(match[1], values) else match[3] or "", text)
         objects += [each for each in yaml.safe_load_all(ACTION.sub(replace, text)) if each]
     return objects
 

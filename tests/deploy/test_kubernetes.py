@@ -80,7 +80,7 @@ def test_a_misspelt_field_of_a_custom_resource_is_caught(place: str) -> None:
 def test_settings_and_environment_exist(overlay: str, tmp_path: Path) -> None:
     known = {variable(field) for field in ClusterConfig.__struct_fields__} | OTHER_VARIABLES
     for _, container in containers(built(overlay)):
-        if container["name"] == "redis":
+        if container["name"] in ("redis", "sentinel"):
             continue
         named = {name for name in environment(container) if name.startswith("TANDEM_")}
         assert named <= known
@@ -214,11 +214,48 @@ def test_selectors_select_pods_that_exist() -> None:
     assert find("cpu", scaled["scaleTargetRef"]["kind"], scaled["scaleTargetRef"]["name"])
 
 
-def test_redis_gives_our_user_the_commands_in_use_and_no_others() -> None:
+def redis_scripts(overlay: str) -> dict[str, str]:
+    scripts: dict[str, str] = find(overlay, "ConfigMap", "tandem-redis")["data"]
+    return scripts
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu-sentinel"])
+def test_redis_gives_our_user_the_commands_in_use_and_no_others(overlay: str) -> None:
     from tandem.router.index.client import COMMANDS
 
-    script = find("cpu", "ConfigMap", "tandem-redis")["data"]["redis-start.sh"]
+    script = redis_scripts(overlay)["redis-start.sh"]
     (line,) = re.findall(r"^user tandem .*", script, re.MULTILINE)
     assert sorted(re.findall(r"\+([a-z|]+)", line)) == sorted(COMMANDS)
     assert "~pfx:* -@all" in line
     assert "user default off" in script
+
+
+def test_sentinel_is_asked_where_it_listens(tmp_path: Path) -> None:
+    """The URL is one that our client takes; the service, the port and the name in it exist."""
+    from tandem.router.index.client import _sentinel_parts, check_redis_url
+
+    (port,) = find("gpu-sentinel", "Service", "tandem-redis-sentinel")["spec"]["ports"]
+    for container in (launcher("gpu-sentinel"), gateway("gpu-sentinel")):
+        url = settings("gpu-sentinel", container, tmp_path).redis_url
+        assert url is not None
+        check_redis_url(url.replace("$(REDIS_PASSWORD)", "0123abcd"))
+        sentinels, name, servers, own = _sentinel_parts(url)
+        assert sentinels == [("tandem-redis-sentinel", port["port"])]
+        assert f"sentinel monitor {name} " in redis_scripts("gpu-sentinel")["sentinel-start.sh"]
+        assert servers["username"] == own["username"] == "tandem"
+        assert servers["password"] == own["password"] == "$(REDIS_PASSWORD)"
+    ray = find("gpu-sentinel", "RayCluster", "tandem")["spec"]["gcsFaultToleranceOptions"]
+    assert ray["redisAddress"] == f"redis://tandem-redis-sentinel:{port['port']}"
+
+
+def test_a_redis_of_three_finds_itself() -> None:
+    stateful = find("gpu-sentinel", "StatefulSet", "tandem-redis")["spec"]
+    assert find("gpu-sentinel", "Service", "tandem-redis")["spec"]["publishNotReadyAddresses"] is True
+    names = [f"tandem-redis-{number}.{stateful['serviceName']}" for number in range(stateful["replicas"])]
+    for container in stateful["template"]["spec"]["containers"]:
+        given = environment(container)
+        assert given["FIRST"] == f"{names[0]} 6379"
+        assert given["SENTINELS"].split() == [f"{name}:26379" for name in names]
+        assert given["ANNOUNCE_HOST"] == "$(POD_NAME).tandem-redis"
+    disruption = find("gpu-sentinel", "PodDisruptionBudget", "tandem-redis")["spec"]
+    assert stateful["replicas"] - disruption["maxUnavailable"] >= 2, "the quorum"
