@@ -61,4 +61,4 @@ lock:
 	mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf .venv .clients .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .clients .ray-default .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

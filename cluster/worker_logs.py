@@ -22,6 +22,8 @@ import msgspec
 PERIOD_S = 60.0
 MAX_PER_PERIOD = 5
 """Of one kind (the same words, with whatever was filled in) in one period; the rest is counted."""
+MAX_OF_ALL_KINDS = 100
+"""Together, in one period: words that are never the same twice."""
 MAX_KINDS = 200
 MAX_WAITING = 100
 """Records that nobody has fetched; the oldest go first."""
@@ -30,6 +32,7 @@ TAIL_BYTES = 4000
 TAIL_LINES = 12
 
 Kind = tuple[str, str]
+EVERYTHING: Kind = ("", "")
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,17 +92,23 @@ class WarningCollector(logging.Handler):
         return taken
 
     def _admit(self, kind: Kind) -> int | None:
-        """None: too many of the kind. Otherwise how many were left out of the period that is over."""
+        """None: too many of the kind, or of all. Otherwise how many were left out of the period that is over."""
+        of_kind = self._count(kind, MAX_PER_PERIOD)
+        of_all = None if of_kind is None else self._count(EVERYTHING, MAX_OF_ALL_KINDS)
+        return None if of_kind is None or of_all is None else of_kind + of_all
+
+    def _count(self, kind: Kind, limit: int) -> int | None:
+        """One more of it: None beyond the limit. Otherwise how many were beyond it in a period that has just ended."""
         now = self._clock()
         since, count = self._kinds.get(kind, (now, 0))
-        if now - since < PERIOD_S:
-            self._kinds[kind] = (since, count + 1)
-            if len(self._kinds) > MAX_KINDS:  # words that are never the same twice
-                self._kinds.pop(next(iter(self._kinds)))
-            return 0 if count < MAX_PER_PERIOD else None
-        self._kinds.pop(kind)  # to the end: the first is the one that was begun longest ago
-        self._kinds[kind] = (now, 1)
-        return max(0, count - MAX_PER_PERIOD)
+        is_new_period = now - since >= PERIOD_S
+        self._kinds.pop(kind, None)  # to the end: the first is the one that was not seen for longest
+        self._kinds[kind] = (now, 1) if is_new_period else (since, count + 1)
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.pop(next(iter(self._kinds)))
+        if is_new_period:
+            return max(0, count - limit)
+        return 0 if count < limit else None
 
 
 def _worker_record(record: logging.LogRecord, num_left_out: int) -> WorkerRecord:

@@ -70,13 +70,26 @@ async def test_a_warning_in_a_loop_is_counted_and_hides_no_other() -> None:
     assert (again.message, again.num_left_out) == ("request 1000 is odd", 1000 - MAX_PER_PERIOD)
 
 
-async def test_nobody_listens_and_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_words_that_are_never_the_same_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_logs, "MAX_KINDS", 10)
-    collector = WarningCollector()
+    clock = Clock()
+    collector = WarningCollector(clock)
     logger = logger_with(collector)
     for number in range(500):
         logger.warning(f"never the same twice: {number}")
     assert len(collector._kinds) <= 10
+    assert len(await collector.take()) == worker_logs.MAX_OF_ALL_KINDS
+    clock.now = PERIOD_S
+    logger.warning("at last")
+    assert [(record.message, record.num_left_out) for record in await collector.take()] == [("at last", 400)]
+
+
+async def test_nobody_listens_and_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_logs, "MAX_OF_ALL_KINDS", 10_000)
+    collector = WarningCollector()
+    logger = logger_with(collector)
+    for number in range(500):
+        logger.warning(f"never the same twice: {number}")
     taken = await collector.take()
     assert len(taken) == worker_logs.MAX_WAITING
     assert taken[-1].message == "never the same twice: 499"

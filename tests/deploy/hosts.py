@@ -131,8 +131,9 @@ class Network:
         self._ip("link", "set", f"{self._tag}v{1 + self.hosts.index(host)}", "down")
 
     def _boot(self, space: str, name: str) -> subprocess.Popen[bytes]:
-        # /tmp/ray of its own; and no host outlives ten minutes
-        first = f"mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && hostname {name} && exec sleep 600"
+        # /tmp/ray of its own; and no host outlives ten minutes. Its first process is a shell that waits, so orphans are
+        # reaped: `ray stop` waits for those that it has ended.
+        first = f"mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && hostname {name} && {{ sleep 600 & wait; }}"
         apart = ["unshare", "--pid", "--ipc", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
         return subprocess.Popen(["ip", "netns", "exec", space, *apart, "sh", "-c", first], cwd="/")
 
