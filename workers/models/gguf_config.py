@@ -17,6 +17,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 """Control tokens that end an answer whatever eos_token_id says: chat files often name only one of two."""
 _CONTROL = 3
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
+"""pooling_type, in the words of sentence-transformers. 0 is none."""
 _FACTOR_TOLERANCE = 1e-4
 
 
@@ -69,6 +71,12 @@ def end_token_ids(file: GgufFile) -> list[int]:
     control = {token: index for index, (token, kind) in enumerate(zip(tokens, types)) if kind == _CONTROL}
     known = [control[token] for token in _END_TOKENS if token in control]
     return list(dict.fromkeys([*(index for index in named if index is not None), *known]))
+
+
+def pooling_of(file: GgufFile) -> str | None:
+    """How an embedding model's file wants its hidden states pooled. None: it does not say, as most do not."""
+    kind = ArchitectureKeys(file).get("pooling_type", 0)
+    return _POOLING.get(kind, f"type {kind}") if kind else None
 
 
 class ArchitectureKeys:

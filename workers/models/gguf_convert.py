@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tandem.workers.models.checkpoint import DtypeName, expected_shapes
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.config_file import read_config
-from tandem.workers.models.gguf_config import ROPE_FACTORS, config_of
+from tandem.workers.models.gguf_config import ROPE_FACTORS, config_of, pooling_of
 from tandem.workers.models.gguf_file import GgufFile, GgufTensor
 from tandem.workers.models.gguf_tokenizer import write_tokenizer
 from tandem.workers.models.safetensors_file import INDEX_NAME, SINGLE_NAME
@@ -63,6 +63,9 @@ def convert_gguf(file: GgufFile, folder: Path, dtype: DtypeName, progress: Progr
     _write_json(folder / "config.json", config_of(file, dtype))
     config = read_config(folder)
     _write_json(folder / "generation_config.json", _generation_config(folder))
+    if (pooling := pooling_of(file)) is not None:
+        (folder / "1_Pooling").mkdir()
+        _write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": pooling})
     sources = _match_tensors(file, config)
     write_tokenizer(file, folder)
     _write_weights(file, folder, sources, config, dtype, progress or (lambda done, total: None))

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from tandem.workers.models.gguf_config import pooling_of
 from tandem.workers.models.gguf_file import GgufFile
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -64,16 +65,24 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     else:
         raise file.fail(f"tokenizer.ggml.model {kind!r} is not supported (gpt2 and llama are)")
     _add_special_tokens(file, tokenizer)
-    if _adds_bos(file):
-        bos = file.metadata.get("tokenizer.ggml.bos_token_id")
-        if bos is None:
-            raise file.fail("tokenizer.ggml.add_bos_token is set, but there is no tokenizer.ggml.bos_token_id")
-        token = _tokens(file)[bos]
-        template = processors.TemplateProcessing(
-            single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, bos)]
+    before = [_added_token(file, "bos")] if _adds_bos(file) else []
+    behind = [_added_token(file, "eos")] if _adds_eos(file) else []
+    if before or behind:
+        single, other = (
+            [*(f"{token}:{kind}" for token, _ in before), text, *(f"{token}:{kind}" for token, _ in behind)]
+            for kind, text in enumerate(("$A:0", "$B:1"))
         )
-        tokenizer.post_processor = template
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=single + other, special_tokens=list(dict.fromkeys(before + behind))
+        )
     return tokenizer
+
+
+def _added_token(file: GgufFile, name: str) -> tuple[str, int]:
+    token_id = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if token_id is None:
+        raise file.fail(f"tokenizer.ggml.add_{name}_token is set, but there is no tokenizer.ggml.{name}_token_id")
+    return _tokens(file)[token_id], token_id
 
 
 def check_tokenizer(file: GgufFile) -> None:
@@ -105,6 +114,11 @@ def _adds_bos(file: GgufFile) -> bool:
     is_default = file.metadata.get("tokenizer.ggml.model") == "llama"
     is_default |= file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
     return bool(file.metadata.get("tokenizer.ggml.add_bos_token", is_default))
+
+
+def _adds_eos(file: GgufFile) -> bool:
+    """For embedding models, which read their text's end there; a prompt that is to go on must not have one."""
+    return bool(file.metadata.get("tokenizer.ggml.add_eos_token")) and pooling_of(file) is not None
 
 
 def _vocab(file: GgufFile) -> dict[str, int]:

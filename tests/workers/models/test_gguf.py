@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from transformers.integrations.gguf import dequant
 
@@ -21,6 +22,7 @@ from tandem.workers.models.gguf_check import check_gguf, default_gguf_dtype
 from tandem.workers.models.gguf_config import end_token_ids
 from tandem.workers.models.gguf_convert import convert_gguf, gguf_name
 from tandem.workers.models.gguf_file import SUPPORTED_TYPES, read_gguf
+from tandem.workers.pooling import read_pooling
 
 Type = gguf.GGMLQuantizationType
 QUANTISED = sorted(SUPPORTED_TYPES - {Type.F32, Type.F16, Type.BF16, Type.Q5_0, Type.Q5_1})
@@ -294,6 +296,17 @@ def test_end_tokens(write_gguf: Any, make_checkpoint: Any) -> None:
     path = write_gguf(make_checkpoint("qwen2").model)
     assert end_token_ids(check_gguf(path)) == [2, 0]
     assert check_model(convert(path)).eos_token_ids == (2, 0)
+
+
+@pytest.mark.parametrize("kind", [gguf.PoolingType.LAST, gguf.PoolingType.MEAN, gguf.PoolingType.NONE, None])
+def test_embedding_models(write_gguf: Any, make_checkpoint: Any, kind: gguf.PoolingType | None) -> None:
+    """They say how they are pooled, and read their text's end as a token."""
+    metadata = {} if kind is None else {"pooling_type": kind}
+    path = write_gguf(make_checkpoint("qwen3").model, add_eos_token=True, **metadata)
+    folder = convert(path)
+    assert read_pooling(folder).mode == ("mean" if kind is gguf.PoolingType.MEAN else "last")
+    ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode("ab").ids
+    assert (ids[-1] == 2) == bool(kind)
 
 
 def test_unsupported_architecture(write_gguf: Any, make_checkpoint: Any) -> None:
