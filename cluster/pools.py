@@ -74,6 +74,9 @@ class WorkerSlot:
                 outcome = await self._call("start")
         except TimeoutError as error:
             raise WorkerUnavailable(f"{self.config.worker_id} was not up after {START_TIMEOUT_S:.0f} s") from error
+        except WorkerUnavailable as error:  # its process died
+            await _tell_end(self.config, WorkerEnd(str(error), process=self._process))
+            raise
         finally:
             poll.cancel()
             await asyncio.gather(poll, return_exceptions=True)
