@@ -28,6 +28,8 @@ MAX_RESPONSES = 16_384
 MAX_BYTES = 64 << 20
 MAX_VALUE_BYTES = 8 << 20
 """A longer conversation stays with the gateway that wrote it."""
+LARGE = 64 << 10
+"""Longer conversations are packed and unpacked in a thread: others' streams must not wait for that."""
 BUDGET_S = 1.0
 """How long one question may take."""
 ATTEND_S = 0.25
@@ -136,7 +138,10 @@ class SharedResponses:
         name = self._sealer.name(response_id, caller)
         values = await self._ask(self._redis.mget, [self._key("r", name), self._key("rr", name)])
         for value, kinds in zip(values or (), (("stored", "deleted"), ("running",))):
-            found = self._sealer.open(name, value)
+            if value is not None and len(value) > LARGE:
+                found = await asyncio.to_thread(self._sealer.open, name, value)
+            else:
+                found = self._sealer.open(name, value)
             if found is not None and found.kind in kinds:
                 return found
         return None
@@ -160,7 +165,12 @@ class SharedResponses:
 
     async def _put(self, name: str, response: Mapping[str, Any], messages: Sequence[Message]) -> None:
         expires = time.time() + self._time_to_live_s
-        value = self._sealed(name, record("stored", response, messages, expires))
+
+        def sealed() -> bytes | None:
+            return self._sealed(name, record("stored", response, messages, expires))
+
+        is_large = len(messages) > LARGE >> 10 or sum(len(str(message.content)) for message in messages) > LARGE
+        value = await asyncio.to_thread(sealed) if is_large else sealed()
         if value is not None:
             now = int(time.time())
             await self._ask(

@@ -69,12 +69,15 @@ async def test_what_one_gateway_stores_another_finds(two: Any) -> None:
     assert (await here.retrieve(after.id)).output_text == SECRET_WORDS
 
 
-async def test_it_is_there_once_the_stream_has_ended(two: Any) -> None:
-    for number in range(20):
-        here, there = (two[(number + each) % 2].client.responses for each in range(2))
-        stream = await here.create(model="tiny", input="Hi", stream=True)
-        last = [event async for event in stream][-1]
-        assert (await there.retrieve(last.response.id)).status == "completed"
+async def test_it_is_there_once_the_answer_has_ended(two: Any, redis: Any) -> None:
+    here, there = (house.client.responses for house in two)
+    await redis.execute_command("CLIENT", "PAUSE", "300", "WRITE")
+    stream = await here.create(model="tiny", input="Hi", stream=True)
+    last = [event async for event in stream][-1]
+    assert (await there.retrieve(last.response.id)).status == "completed"
+    await redis.execute_command("CLIENT", "PAUSE", "300", "WRITE")
+    whole = await here.create(model="tiny", input="Hi")
+    assert (await there.retrieve(whole.id)).status == "completed"
 
 
 async def test_another_key_finds_nothing(two: Any) -> None:
@@ -180,7 +183,14 @@ async def test_the_oldest_go_first(server: EmbeddedRedis, redis: Any) -> None:
     await put(small, "j")
     assert await known(small, "j") == "j"
     assert 0 < await redis.ttl((await keys(redis, "r"))[0]) <= 60, "nothing stays for ever, whatever the queue says"
-    for each in (few, small):
+    large = await shared(server.url)
+    await put(large, "k", "x" * 100_000)
+    found = await large.find("k", "me")
+    assert found is not None
+    assert found.conversation()[0].content == "x" * 100_000
+    await put(large, "l", "x" * (9 << 20))
+    assert await known(large, "kl") == "k", "too long to be shared"
+    for each in (few, small, large):
         await each.stop()
 
 
