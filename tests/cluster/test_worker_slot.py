@@ -52,7 +52,7 @@ class FakeActor:
 
 
 class _Remote:
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.remote = function
 
 
@@ -126,7 +126,7 @@ async def test_last_lines_of_a_lost_machine_are_not_waited_for(
 ) -> None:
     class Task:
         def options(self, **_: Any) -> Any:
-            return _Remote(asyncio.Event().wait)
+            return _Remote(lambda file: asyncio.Event().wait())
 
     monkeypatch.setattr(ray, "get_runtime_context", FakeContext)
     monkeypatch.setattr(ray, "remote", lambda function: Task())
