@@ -240,6 +240,10 @@ def serve(
             rich_help_panel=ROUTER,
         ),
     ] = None,
+    slow_reader_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for which a client may read nothing of its stream.", rich_help_panel=ROUTER),
+    ] = 30.0,
     max_queue: Annotated[
         int, typer.Option(help="Requests held back at once, where there are such limits.", rich_help_panel=ROUTER)
     ] = 256,

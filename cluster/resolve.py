@@ -230,4 +230,5 @@ def gateway_config(
         slo_ttft_s=resolved.cluster.slo_ttft,
         slo_itl_s=resolved.cluster.slo_itl,
         max_queue=resolved.cluster.max_queue,
+        slow_reader_timeout_s=resolved.cluster.slow_reader_timeout,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PAUSED = "paused"
+"""The reason of an attempt that was ended because its client does not read."""
+
 
 class Sink(Protocol):
     """Where a generation's output goes."""
@@ -35,6 +39,17 @@ class Sink(Protocol):
 
     def try_tokens(self, chunk: TokenChunk) -> Sequence[int] | None:
         """The same on the spot, where nothing has to be waited for. None: not taken, it must come by `tokens`."""
+
+    @property
+    def is_held_up(self) -> bool:
+        """Its client does not read, and `tokens` waits for it."""
+
+    @property
+    def max_waiting_bytes(self) -> int:
+        """Tokens that may wait meanwhile."""
+
+    async def drained(self) -> None:
+        """Wait until the client has read most of what there was."""
 
 
 class Attempt:
@@ -77,6 +92,7 @@ class Attempt:
         self._is_sent = True
         self._try_tokens = sink.try_tokens
         self._mailbox.express = self._express
+        self._mailbox.on_waiting = partial(self._limit_waiting, sink)
         return await self._listen(self._mailbox, sink)
 
     async def _listen(self, mailbox: Mailbox, sink: Sink) -> str | None:
@@ -115,6 +131,14 @@ class Attempt:
                 raise failure
             if reason is not None:
                 return reason
+            if not self._is_open and mailbox.is_empty:
+                return PAUSED
+
+    def _limit_waiting(self, sink: Sink, num_bytes: int) -> None:
+        """Whose client does not read gets no more tokens: the worker forgets the request, and another attempt goes on
+        once the client has read what there is."""
+        if num_bytes > sink.max_waiting_bytes and sink.is_held_up:
+            self.end()
 
     async def _pass_on(self, chunks: list[TokenChunk], sink: Sink) -> None:
         taken = [chunk for chunk in chunks if self._note(chunk)]

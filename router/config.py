@@ -59,6 +59,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
+    slow_reader_timeout_s: float = 30.0
+    """How long the client of a stream may read nothing at all, once too much waits for it, before it is given up."""
     max_migrations: int = 3
     """How often one request may be moved to another decode worker before the client gets an error."""
     heartbeat_s: float = 1.0
@@ -96,7 +98,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_missed_heartbeats",
         ):
             require(getattr(self, field) >= 1, field, "must be at least 1")
-        for field in ("body_timeout_s", "request_timeout_s", "heartbeat_s", "index_budget_s"):
+        for field in ("body_timeout_s", "request_timeout_s", "slow_reader_timeout_s", "heartbeat_s", "index_budget_s"):
             require(getattr(self, field) > 0, field, "must be positive")
         for field in ("num_prefill", "num_decode", "num_aggregated", "max_migrations", "max_queue"):
             require(getattr(self, field) >= 0, field, "must not be negative")

@@ -19,6 +19,11 @@ class DirectWriter(Protocol):
 
     is_ready: bool
     """The client is there and has read most of what was written."""
+    patience_s: float
+    """How long a client may read nothing at all, while writing waits for it, before its connection is cut."""
+
+    def num_unsent(self) -> int:
+        """Bytes that wait in this process."""
 
     def write(self, content: bytes) -> None:
         """More of the body; never empty. Only while `is_ready`, and only of a response without a content-length, from

@@ -6,6 +6,8 @@
       NeedPrefill -> the prefill worker was lost: UsePrefill(another one, or None: read it yourself)
       Failed, retryable, or the worker is lost
                   -> another decode worker, with the tokens that were already emitted; a few times at most
+      the client does not read, and too much waits for it
+                  -> the worker forgets the request; goes on like that once the client has read
       Failed      -> ApiError
     and however it ends (last choice finished, error, client gone, deadline): whatever still runs is cancelled
 
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tandem.router.admission import Gate, Prediction
-from tandem.router.attempt import Attempt, Sink
+from tandem.router.attempt import PAUSED, Attempt, Sink
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, nobody_left
 from tandem.router.index.reader import IndexReader
@@ -35,7 +37,7 @@ from tandem.router.workers import WorkerLink, WorkerSet
 from tandem.workers.block_key import block_keys, root_key
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
 from tandem.workers.protocol import Started
-from tandem.workers.types import CachedTokens, Choice, KVSource, Request, TokenChunk
+from tandem.workers.types import CachedTokens, Choice, KVSource, Request
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,8 @@ class Generation:
         self.unfinished = {choice.index for choice in request.choices}
         """Choices of which more is wanted. Always the same set."""
         self._num_migrations = 0
+        self._num_pauses = 0
+        """For a client that did not read."""
         self._avoid: set[str] = set()
         """Workers that have already failed this request."""
         self._keys: Sequence[bytes] | None = None
@@ -149,6 +153,12 @@ class Generation:
             if reason is None:
                 self._note_answers(attempt.route.decode)
                 return
+            if reason == PAUSED:
+                self._num_pauses += 1
+                metrics.pauses.inc()
+                mark("paused", worker=attempt.route.decode)
+                await sink.drained()
+                continue
             self._avoid.add(attempt.route.decode)
             if self._num_migrations == config.max_migrations:
                 raise nobody_left("Several workers failed while serving this request. Please try again.")
@@ -226,7 +236,7 @@ class Generation:
         name = self._request.request_id
         return msgspec.structs.replace(
             self._request,
-            request_id=name if self._num_migrations == 0 else f"{name}.{self._num_migrations}",
+            request_id=name if self.is_first_attempt else f"{name}.{self._num_migrations + self._num_pauses}",
             choices=tuple(
                 Choice(index=index, emitted_token_ids=tuple(self.emitted[index])) for index in sorted(self.unfinished)
             ),
@@ -234,7 +244,7 @@ class Generation:
 
     @property
     def is_first_attempt(self) -> bool:
-        return self._num_migrations == 0
+        return self._num_migrations + self._num_pauses == 0
 
     @property
     def remaining_s(self) -> float:

@@ -23,6 +23,8 @@ from tandem.router.http import encode_json
 
 TCP_NOTSENT_LOWAT = 25
 """Linux's, which the socket module does not name."""
+PATIENCE_S = 30.0
+"""With clients that do not read, unless the application sets another."""
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Unavailable"}
 
 
@@ -37,8 +39,6 @@ class HttpLimits:
     max_connections: int = 16_384
     max_unread_bytes: int = 16 << 10
     """Written for a client and not yet sent to it: of the kernel, and of this process before writing waits."""
-    slow_reader_timeout_s: float = 30.0
-    """How long a client may read nothing at all, while writing waits for it, before its connection is cut."""
 
 
 def limited_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
@@ -112,8 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().pause_writing()
         self._writer.is_ready = False
         # a client that reads nothing is not one that has vanished, which is what the listener's timeout is for
-        timeout_ms = int(1e3 * self.limits_of_server.slow_reader_timeout_s)
-        self._user_timeout_ms = _swap_user_timeout(self.transport, timeout_ms)
+        self._user_timeout_ms = _swap_user_timeout(self.transport, int(1e3 * self._writer.patience_s))
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -175,11 +174,15 @@ class LimitedProtocol(HttpToolsProtocol):
 class _DirectWriter:
     """See `direct_write.DirectWriter`: what uvicorn's `send` does with a part of a body in chunks, and nothing else."""
 
-    __slots__ = ("_transport", "is_ready")
+    __slots__ = ("_transport", "is_ready", "patience_s")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.is_ready = True
+        self.patience_s = PATIENCE_S
         self._transport = transport
+
+    def num_unsent(self) -> int:
+        return self._transport.get_write_buffer_size()
 
     def write(self, content: bytes) -> None:
         self._transport.write(b"%x\r\n%b\r\n" % (len(content), content))

@@ -57,6 +57,10 @@ class Mailbox:
         if reader is not None and not reader.done():
             reader.set_result(None)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._events
+
     async def take(self) -> list[Event]:
         """Everything since the last call; waits until there is something, or for `wake`."""
         if not self._events:

@@ -83,6 +83,7 @@ class RouterMetrics:
         self.embeddings = self._counter("embeddings", "Texts whose embedding was computed.")
         self.prefills = self._counter("prefills", "Prompts by where they were read.", "path")
         self.migrations = self._counter("migrations", "Requests moved off a worker.", "reason")
+        self.pauses = self._counter("slow_reader_pauses", "Generations stopped until a client has read what it got.")
         self.prefix_index_up = Gauge(
             "prefix_index_up", "1 while the prefix index answers.", namespace="tandem", registry=self.registry
         )

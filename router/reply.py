@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from tandem.router.direct_write import DirectWriter
 from tandem.router.errors import ApiError, Cancelled
@@ -19,11 +19,15 @@ from tandem.router.http import EVENT_STREAM_HEADERS, send_error, send_json
 from tandem.router.journey import trace_headers
 from tandem.router.metrics import RouterMetrics
 from tandem.router.output import Answer, Delta
+from tandem.router.patience import patience
 from tandem.router.plan import Plan
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.protocol import Started
 from tandem.workers.types import TokenChunk
 
+MAX_WAITING_BYTES = 64 << 10
+"""Tokens of one request that may wait for a client that does not read. As much again may be in what is being written,
+and the server and the kernel have their own share (http_protocol.py): below 256 KiB in all."""
 
 Lane = Callable[[TokenChunk], Sequence[int] | None]
 
@@ -66,6 +70,8 @@ class Reply:
             for index in range(plan.num_choices)
         }
         self._has_tokens = False
+        self.is_held_up = False
+        """Seen from outside: it waits for its client to read."""
         self.has_begun = False
         """True once the status line is out: from then on an error can only be an event."""
 
@@ -104,6 +110,9 @@ class Reply:
         """`Sink.try_tokens` of one prompt."""
         return nothing_now
 
+    async def drained(self) -> None:
+        """Wait until the client has read most of what was written."""
+
     async def done(self) -> None:
         """Everything is answered."""
         raise NotImplementedError
@@ -111,6 +120,11 @@ class Reply:
     async def fail(self, error: ApiError) -> None:
         """The one thing that is said of a request that could not be served."""
         raise NotImplementedError
+
+    @property
+    def max_waiting_bytes(self) -> int:
+        """For each prompt's tokens, while the client does not read."""
+        return MAX_WAITING_BYTES // len(self._plan.prompts)
 
     def leave(self) -> None:
         """The client is gone; the form may want to know."""
@@ -226,9 +240,21 @@ class StreamReply(Reply):
         else:
             await self._write(events, is_last=True)
 
+    async def drained(self) -> None:
+        # nothing more is sent: `send` waits until what was sent before is read
+        await self._send_patiently({"type": "http.response.body", "body": b"", "more_body": True})
+
     async def _write(self, content: bytes, *, is_last: bool = False) -> None:
         if content or is_last:
-            await self._send({"type": "http.response.body", "body": content, "more_body": not is_last})
+            await self._send_patiently({"type": "http.response.body", "body": content, "more_body": not is_last})
+
+    async def _send_patiently(self, message: Message) -> None:
+        self.is_held_up = True
+        try:
+            async with patience(self._writer):
+                await self._send(message)
+        finally:
+            self.is_held_up = False
 
 
 class PromptSink:
@@ -238,6 +264,12 @@ class PromptSink:
         self._reply = reply
         self._position = position
         self.try_tokens = reply.lane(position)
+        self.max_waiting_bytes = reply.max_waiting_bytes
+        self.drained = reply.drained
+
+    @property
+    def is_held_up(self) -> bool:
+        return self._reply.is_held_up
 
     async def started(self, event: Started) -> None:
         await self._reply.started(self._position, event)

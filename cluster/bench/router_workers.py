@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from tandem.router.accounts import WorkerAccount
-from tandem.router.workers import Mailbox, WorkerLink, WorkerSet
+from tandem.router.mailbox import Mailbox
+from tandem.router.workers import WorkerLink, WorkerSet
 from tandem.workers.protocol import PROTOCOL_VERSION, Message
 from tandem.workers.types import BlockCounts, ModelIdentity, Role, WorkerAddress, WorkerSnapshot, WorkerSpeeds
 

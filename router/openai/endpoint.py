@@ -249,6 +249,8 @@ class Exchange:
         """As the workers know it: clients may repeat theirs."""
         self.send = send
         self._writer = direct_writer(scope)
+        if self._writer is not None:
+            self._writer.patience_s = house.config.slow_reader_timeout_s
         self._error_body = error_body
         self.arrived = arrived
         self._reply: Reply | None = None
