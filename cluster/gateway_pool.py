@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message
 
+from tandem.cluster.collector import settle_collector
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.gateway_child import ChildSettings
 from tandem.cluster.gateway_process import LOOK_S, GatewayProcess
@@ -68,6 +69,7 @@ async def open_gateway(
     await stack.enter_async_context(running_server(gateway.app, public))
     await stack.enter_async_context(running_server(gateway.admin_app, admin))
     await gateway.start()
+    settle_collector()
     return gateway
 
 
@@ -96,8 +98,8 @@ async def _open_pool(
         for number in range(cluster.gateways)
     ]
     pool = GatewayPool(config, settings)
-    stack.push_async_callback(pool.stop)
     await stack.enter_async_context(running_server(pool.admin_app, admin))
+    stack.push_async_callback(pool.stop)  # the processes first: they read at the admin port
     await pool.start()
     return pool
 
