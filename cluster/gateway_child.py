@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.following import POLL_TIMEOUT_S, follow
 from tandem.cluster.http_server import StopSignals, running_server
@@ -101,6 +102,7 @@ async def _serve(settings: ChildSettings) -> None:
         client = httpx.AsyncClient(base_url=settings.cluster_url, timeout=POLL_TIMEOUT_S)
         await stack.enter_async_context(client)
         await gateway.start()
+        stack.enter_context(settled_collector())
         following = asyncio.create_task(follow(client, gateway.workers, poll_s=FOLLOW_S), name="follow the parent")
         stack.callback(following.cancel)
         stopping = asyncio.create_task(signals.stop.wait())

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message
 
-from tandem.cluster.collector import settle_collector
+from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.gateway_child import ChildSettings
 from tandem.cluster.gateway_process import LOOK_S, GatewayProcess
@@ -69,7 +69,7 @@ async def open_gateway(
     await stack.enter_async_context(running_server(gateway.app, public))
     await stack.enter_async_context(running_server(gateway.admin_app, admin))
     await gateway.start()
-    settle_collector()
+    stack.enter_context(settled_collector())
     return gateway
 
 

@@ -10,6 +10,7 @@ was never seen. While decisions are made snapshots come in as often as they woul
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import tempfile
@@ -26,6 +27,7 @@ import redis
 from tandem.cluster.bench.cpu_use import busy_ticks
 from tandem.cluster.bench.router_workers import StandingWorkers
 from tandem.cluster.bench.statistics import percentiles
+from tandem.cluster.collector import settled_collector
 from tandem.cluster.redis_server import EmbeddedRedis
 from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher, Generation
@@ -118,10 +120,10 @@ async def bench_router(options: RouterBenchOptions, on_progress: Callable[[str],
             with _client(server.url) as client:
                 await asyncio.to_thread(_fill, client, options, on_progress)
                 report = RouterReport(options, options.num_blocks, int(client.info("memory")["used_memory"]))
-                for num_workers in options.num_workers:
-                    for prompt_tokens in options.prompt_tokens:
-                        on_progress(f"{num_workers} workers, prompts of {prompt_tokens} tokens")
-                        bench = _Bench(options, server.url, client, num_workers, prompt_tokens)
+                for num_workers, prompt_tokens in itertools.product(options.num_workers, options.prompt_tokens):
+                    on_progress(f"{num_workers} workers, prompts of {prompt_tokens} tokens")
+                    bench = _Bench(options, server.url, client, num_workers, prompt_tokens)
+                    with settled_collector():
                         report.cases.append(await bench.run())
         finally:
             await server.stop()
