@@ -3,7 +3,7 @@
 Headers have a size, and a time to arrive in; there is a number of connections beyond which new ones are turned away.
 What is refused here is told in the API's shape and the connection is closed. Bodies are limited where they are read.
 
-What a client does not read is bounded here, too: `max_unread_bytes` in the kernel and as much again in this process,
+What a client does not read is bounded here, too: `max_unsent_bytes` in the kernel, a quarter of that in this process,
 then writing waits. Offers `direct_write` to the application.
 """
 
@@ -37,8 +37,10 @@ class HttpLimits:
     header_timeout_s: float = 10.0
     """From the connection, or the first byte of a further request on it, to the end of the headers."""
     max_connections: int = 16_384
-    max_unread_bytes: int = 16 << 10
-    """Written for a client and not yet sent to it: of the kernel, and of this process before writing waits."""
+    max_unsent_bytes: int = 4 << 10
+    """Written for a client, and held back by the kernel since the client does not read: then writing waits. Enough for
+    a network, where what is under way does not count. Small, so that a client that does not read is known as that
+    before TCP_USER_TIMEOUT takes it for one that has vanished, even at ten tokens a second."""
 
 
 def limited_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
@@ -67,7 +69,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._bound_unread(transport)
+        self._bound_unsent(transport)
         self._writer = _DirectWriter(transport)
         self._expect_headers()
         if len(self.connections) > self.limits_of_server.max_connections:
@@ -137,9 +139,9 @@ class LimitedProtocol(HttpToolsProtocol):
             message = f"The request's headers are larger than {limit} bytes."
             self._refuse(ApiError(431, message, code="headers_too_large"))
 
-    def _bound_unread(self, transport: asyncio.Transport) -> None:
-        limit = self.limits_of_server.max_unread_bytes
-        transport.set_write_buffer_limits(high=limit)
+    def _bound_unsent(self, transport: asyncio.Transport) -> None:
+        limit = self.limits_of_server.max_unsent_bytes
+        transport.set_write_buffer_limits(high=limit // 4)
         connected = transport.get_extra_info("socket")
         if connected is not None and sys.platform == "linux":
             # without it the kernel takes megabytes for a client that does not read
