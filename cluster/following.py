@@ -39,6 +39,17 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     model: str
     max_model_len: int
     workers: tuple[Listed, ...]
+    degraded: tuple[str, ...] = ()
+
+
+class LauncherSight:
+    """What is missing at the launcher, as far as its follower knows. A gateway tells it in /ready and in metrics."""
+
+    def __init__(self) -> None:
+        self.missing: tuple[str, ...] = ()
+
+    def reasons(self) -> list[str]:
+        return list(self.missing)
 
 
 async def fetch(client: httpx.AsyncClient) -> ClusterAnswer:
@@ -47,19 +58,24 @@ async def fetch(client: httpx.AsyncClient) -> ClusterAnswer:
     return msgspec.json.decode(answer.content, type=ClusterAnswer)
 
 
-async def follow(client: httpx.AsyncClient, workers: WorkerSet, *, poll_s: float = POLL_S) -> None:
-    """For ever: keep the live set as the launcher lists it."""
+async def follow(
+    client: httpx.AsyncClient, workers: WorkerSet, *, poll_s: float = POLL_S, sight: LauncherSight | None = None
+) -> None:
+    """For ever: keep the live set as the launcher lists it, and `sight` as it is."""
     was_reached = True
+    sight = sight or LauncherSight()
     while True:
         try:
-            listed = (await fetch(client)).workers
+            answer = await fetch(client)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             if was_reached:
                 logger.warning("the launcher does not answer (%s): its workers stay listed", type(error).__name__)
             was_reached = False
+            sight.missing = ("the launcher does not answer: lost workers are not replaced",)
         else:
             was_reached = True
-            apply_list(workers, listed)
+            sight.missing = answer.degraded
+            apply_list(workers, answer.workers)
         await asyncio.sleep(poll_s)
 
 

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.following import POLL_S, POLL_TIMEOUT_S, ClusterAnswer, fetch, follow
+from tandem.cluster.following import POLL_S, POLL_TIMEOUT_S, ClusterAnswer, LauncherSight, fetch, follow
 from tandem.cluster.gateway_pool import bind_public, open_gateway
 from tandem.cluster.http_server import StopSignals
 from tandem.cluster.keys import ClusterKey
@@ -90,7 +90,9 @@ async def _start(
     # ready as soon as somebody decodes: how many workers there should be is the launcher's business
     settings = msgspec.structs.replace(settings, num_prefill=0, num_decode=0, num_aggregated=0)
     gateway = await open_gateway(settings, config, public, admin, stack)
-    following = asyncio.create_task(follow(client, gateway.workers), name="follow the launcher")
+    sight = LauncherSight()
+    gateway.watch_control_plane(sight.reasons)
+    following = asyncio.create_task(follow(client, gateway.workers, sight=sight), name="follow the launcher")
     if config.gateways > 1:
         await gateway.wait_ready()
     return gateway, following

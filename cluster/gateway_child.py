@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.following import POLL_TIMEOUT_S, follow
+from tandem.cluster.following import POLL_TIMEOUT_S, LauncherSight, follow
 from tandem.cluster.http_server import StopSignals, running_server
 from tandem.cluster.listeners import share
 from tandem.cluster.logs import configure_logging
@@ -103,7 +103,11 @@ async def _serve(settings: ChildSettings) -> None:
         await stack.enter_async_context(client)
         await gateway.start()
         stack.enter_context(settled_collector())
-        following = asyncio.create_task(follow(client, gateway.workers, poll_s=FOLLOW_S), name="follow the parent")
+        sight = LauncherSight()
+        gateway.watch_control_plane(sight.reasons)
+        following = asyncio.create_task(
+            follow(client, gateway.workers, poll_s=FOLLOW_S, sight=sight), name="follow the parent"
+        )
         stack.callback(following.cancel)
         stopping = asyncio.create_task(signals.stop.wait())
         await _until_useful(gateway, stopping)

@@ -27,7 +27,7 @@ SampleKey = tuple[str, tuple[tuple[str, str], ...]]
 """(name of the sample, its labels)"""
 Values = dict[SampleKey, float]
 
-LOWEST = frozenset({"tandem_prefix_index_up"})
+LOWEST = frozenset({"tandem_prefix_index_up", "tandem_control_plane_up"})
 """Gauges of which the lowest counts."""
 STARTED: SampleKey = ("tandem_requests_started_total", ())
 ENDED = "tandem_requests_total"

@@ -69,7 +69,7 @@ class Gateway:
         self.admin_app: ASGIApp = self._admin_app()
         self.journeys = JourneyLog()
         self.degraded: Callable[[], list[str]] = list
-        """What is missing that requests do not need; nothing, for a gateway without a launcher in it."""
+        """What is missing that requests do not need, as the launcher knows it."""
         self._house: House | None = None
         self._grammars: GrammarChecker | None = None
 

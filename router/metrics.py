@@ -126,7 +126,7 @@ class RouterMetrics:
         self._more.append(registry)
 
     def add_control_plane(self, is_up: Callable[[], float]) -> None:
-        """Shown by the process that places workers, and by no other."""
+        """Shown by the launcher, and by gateways that follow one."""
         Gauge(
             "control_plane_up",
             "1 while lost workers can be replaced.",

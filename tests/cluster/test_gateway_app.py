@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.cluster.following import ClusterAnswer, Listed, apply_list, fetch, follow
+from tandem.cluster.following import ClusterAnswer, LauncherSight, Listed, apply_list, fetch, follow
 from tandem.cluster.gateway_app import run_gateway
 from tandem.router import health
 from tandem.router.config import GatewayConfig
@@ -72,6 +72,29 @@ async def test_while_the_launcher_is_away_its_workers_stay(workers: WorkerSet) -
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
     assert state(workers) == [("decode-0", 1, 1)]
+
+
+async def test_what_is_missing_at_the_launcher_is_told_on(workers: WorkerSet) -> None:
+    body: dict[str, Any] = {"model": "m", "max_model_len": 8, "workers": []}
+    away = "Ray's head is away: lost workers are not replaced"
+    now: list[dict[str, Any] | None] = [body]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(503) if now[0] is None else httpx.Response(200, json=now[0])
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://launcher") as client:
+        sight = LauncherSight()
+        following = asyncio.create_task(follow(client, workers, poll_s=0.001, sight=sight))
+        for now[0], expected in (
+            (body | {"degraded": [away]}, [away]),
+            (None, ["the launcher does not answer: lost workers are not replaced"]),
+            (body | {"degraded": []}, []),
+        ):
+            async with asyncio.timeout(5):
+                while sight.reasons() != expected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_what_the_launcher_shows_is_what_gateways_read(workers: WorkerSet) -> None:
