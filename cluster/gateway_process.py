@@ -32,6 +32,8 @@ ASK_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
 MAX_SILENCE_S = 15.0
 """Loading a tokenizer is done in a thread: a gateway that answers nobody for so long will answer nobody."""
+START_TIMEOUT_S = 120.0
+"""Until it answers for the first time: imports take seconds, and far longer on a machine that is busy."""
 FIRST_RESTART_S = 0.1
 LAST_RESTART_S = 30.0
 STEADY_S = 60.0
@@ -56,6 +58,7 @@ class GatewayProcess:
         self._on_end = on_end
         self._process: subprocess.Popen[bytes] | None = None
         self._heard_at = 0.0
+        self._has_answered = False
         transport = httpx.AsyncHTTPTransport(uds=settings.socket_path)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=ANSWER_TIMEOUT_S)
 
@@ -123,6 +126,7 @@ class GatewayProcess:
             preexec_fn=die_with_parent,
         )
         self._heard_at = time.monotonic()
+        self._has_answered = False
 
     def _tell_settings(self) -> None:
         """In a thread: there may be more than a pipe holds. (To start it is for the main thread: it dies with that.)"""
@@ -142,7 +146,8 @@ class GatewayProcess:
             if now - asked_at >= (ASK_S if self.is_ready else 2 * LOOK_S):
                 asked_at = now
                 await self._ask()
-            if time.monotonic() - self._heard_at > self.max_silence_s and self._process is not None:
+            limit_s = self.max_silence_s if self._has_answered else START_TIMEOUT_S
+            if time.monotonic() - self._heard_at > limit_s and self._process is not None:
                 logger.error("gateway %d does not answer and is killed", self.number)
                 self._process.kill()
             await asyncio.sleep(LOOK_S)
@@ -164,6 +169,7 @@ class GatewayProcess:
             logger.debug("gateway %d does not answer: %s", self.number, type(error).__name__)
             return None
         self._heard_at = time.monotonic()
+        self._has_answered = True
         return answer
 
     def _bury(self) -> None:
