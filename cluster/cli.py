@@ -142,7 +142,8 @@ def serve(
     redis_url: Annotated[
         str | None,
         typer.Option(
-            help="Redis for the prefix index (redis://, rediss://, unix://, redis+sentinel://).",
+            help="Redis for the prefix index and for what gateways share (redis://, rediss://, unix://, "
+            "redis+sentinel://).",
             show_default="an embedded server",
             rich_help_panel=NETWORK,
         ),

@@ -63,6 +63,7 @@ def test_how_many_workers_are_started(asked: dict[str, int], workers: tuple[int,
         ({"prefill": 1, "decode": 0, "aggregated": 1}, "--prefill 1 needs --decode"),
         ({"port": 70000}, "--port must be between 0"),
         ({"admin_port": 8000}, "--admin-port must differ from --port"),
+        ({"gateways": 0}, "--gateways must be from 1 to 256, but is 0"),
         ({"block_size": 24}, "--block-size must be a power of two"),
         ({"block_size": 1}, "--block-size must be a power of two"),
         ({"max_num_batched_tokens": 48}, "--max-num-batched-tokens must be a positive multiple of --block-size (32)"),
@@ -94,6 +95,15 @@ def test_workers_share_cores_memory_and_key() -> None:
     assert {worker.kv_cache_memory_bytes for worker in configs} == {GIB}
     assert {worker.cluster_key for worker in configs} == {b"key"}
     assert {worker.max_model_len for worker in configs} == {8192}
+
+
+@pytest.mark.parametrize(
+    ("asked", "shares"),
+    [({}, False), ({"gateways": 2}, True), ({"redis_url": "redis://elsewhere"}, True)],
+)
+def test_gateways_that_are_not_alone_share_stored_responses(asked: dict[str, Any], shares: bool) -> None:
+    gateway = gateway_config(resolved(**asked), b"key", redis_url="unix:///somewhere", namespace="n")
+    assert gateway.share_responses == shares
 
 
 def test_a_single_worker_gets_all_cores() -> None:
