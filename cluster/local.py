@@ -53,7 +53,8 @@ def generate(
     progress("loading weights", None, None)
     model_config, kv_cache, runner = load_runner(config)
     identity = identity_of(config, model_config, kv_cache)
-    engine = Engine(runner, config, kv_cache.num_blocks, identity, vocab_size=model_config.vocab_size)
+    vocab_size, overlaps = model_config.vocab_size, runner.can_overlap
+    engine = Engine(runner, config, kv_cache.num_blocks, identity, vocab_size=vocab_size, overlaps=overlaps)
     detokenizers: dict[str, Detokenizer] = {}
     answers: dict[str, str] = {}
     for index, prompt in enumerate(prompts):

@@ -19,7 +19,8 @@ class SampleSpec:
     """Sample the token that follows an item's last token.
 
     `position` is the index that the new token will have in its sequence (prompt included): the random number is a
-    function of (params.seed, choice, position). Penalties read `token_ids`, of which `num_prompt_tokens` are prompt.
+    function of (params.seed, choice, position). Penalties read `token_ids`, of which `num_prompt_tokens` are prompt;
+    where the item follows another step, its own token comes behind them.
     """
 
     params: SamplingParams
@@ -61,6 +62,9 @@ class BatchItem:
     sample: SampleSpec | None
     score: ScoreSpec | None = None
     pool: PoolSpec | None = None
+    follows: int | None = None
+    """Its one token is what the step launched just before samples in this row (of those that it samples); `token_ids`
+    holds a 0 in its place. Nobody but the device may know it yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,12 @@ class Constraint:
             if len(bad) > 1:
                 self._bad_endings[len(bad) - 1].append(bad)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the mask depends on which tokens there are, or how many."""
+        counts = bool(self._min_tokens and len(self._stop_token_ids))
+        return counts or self.grammar is not None or bool(self._bad_endings)
+
     def of_another(self, grammar: GrammarState | None) -> Constraint:
         """For another choice of the request: what does not change is shared."""
         other = copy(self)

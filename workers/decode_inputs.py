@@ -30,6 +30,8 @@ class DecodeInputs:
     min_p: Tensor  # float32
     seed: Tensor
     choice: Tensor
+    following_rows: Tensor  # sequences whose token is only on the device, as many as there are ...
+    followed_rows: Tensor  # ... and where the step before samples it
     block_tables: Tensor  # [max_seqs, max_blocks]; last, because it is the largest and only rows in use are uploaded
 
     @classmethod
@@ -47,6 +49,8 @@ class DecodeInputs:
             "min_p": ((max_seqs,), torch.float32),
             "seed": ((max_seqs,), torch.int64),
             "choice": ((max_seqs,), torch.int64),
+            "following_rows": ((max_seqs,), torch.int64),
+            "followed_rows": ((max_seqs,), torch.int64),
             "block_tables": ((max_seqs, max_blocks), torch.int64),
         }
         offsets, end = {}, 0
@@ -72,6 +76,11 @@ class DecodeInputs:
         tables = self.block_tables
         end = tables.storage_offset() * tables.itemsize + num_seqs * tables.stride(0) * tables.itemsize
         device.packed[:end].copy_(self.packed[:end], non_blocking=True)
+
+    def follow(self, num_following: int, sampled: Tensor) -> None:
+        """Take the tokens of so many sequences from what the step before sampled, [any number] int64."""
+        rows, sources = self.following_rows[:num_following], self.followed_rows[:num_following]
+        self.token_ids.index_copy_(0, rows, sampled.index_select(0, sources))
 
     def layout(self, num_seqs: int) -> StepLayout:
         return StepLayout(

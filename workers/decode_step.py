@@ -1,6 +1,10 @@
 """Decode steps, recorded once per batch bucket and replayed: one token of each sequence, at fixed addresses.
 
-    fill(batch) ─> buffers ─> replay ─> sampled token ids
+    fill(batch) ─> host buffers ─> device buffers ─> replay ─> sampled token ids
+                                     ▲ tokens that only the device knows: of the step before
+
+There is one set of buffers on the device, written and read in the order of its queue, and two on the host: a step's
+inputs are filled in while those of the step before may still be read.
 
 A batch is padded to the next bucket. Padding owns no rows: it is sequences without tokens behind the last one, so it
 writes no KV and nobody reads what it computes.
@@ -11,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +24,12 @@ from torch import Tensor
 
 from tandem.kernels.capture import Captured
 from tandem.kernels.ops import Ops, Sampled, StepLayout
+from tandem.kernels.queue import Mark, Queue
 from tandem.workers.batch import Batch, BatchItem, SampleSpec
 from tandem.workers.decode_inputs import DecodeInputs
 from tandem.workers.step_inputs import has_penalties, used_blocks
+
+_Arrays = dict[str, npt.NDArray[np.int64]]
 
 Forward = Callable[[Tensor, StepLayout, Tensor], Tensor]
 """(token ids [n], layout, logits buffer [n, vocab]) -> the logits of every row."""
@@ -35,12 +43,26 @@ class _Recorded:
     whole: Captured[Sampled]  # and a token for each row, without penalties or logprobs
 
 
+@dataclass(slots=True, eq=False)
+class _HostInputs:
+    """`uploaded`: when the device has read them for the last time."""
+
+    inputs: DecodeInputs
+    arrays: _Arrays
+    uploaded: Mark | None = None
+
+    @classmethod
+    def of(cls, inputs: DecodeInputs) -> _HostInputs:
+        return cls(inputs, {name: tensor.numpy() for name, tensor in inputs.arrays().items()})
+
+
 class DecodeSteps:
     """All recorded buckets of one runner. Raises nothing of its own; `fits` says whether a batch is a decode step."""
 
     def __init__(
         self,
         ops: Ops,
+        queue: Queue,
         *,
         buckets: tuple[int, ...],
         max_blocks: int,
@@ -49,15 +71,18 @@ class DecodeSteps:
     ) -> None:
         """buckets: ascending batch sizes. logits [buckets[-1], vocab]: where they go."""
         self._ops = ops
+        self._queue = queue
         self._buckets = buckets
         self._block_size = block_size
         self._logits = logits
         sizes, device = (buckets[-1], max_blocks), logits.device
-        self._host = DecodeInputs.allocate(*sizes, torch.device("cpu"), pin=device.type == "cuda")
-        self._device = self._host if device.type == "cpu" else DecodeInputs.allocate(*sizes, device)
-        self._arrays: dict[str, npt.NDArray[np.int64]] = {
-            name: tensor.numpy() for name, tensor in self._host.arrays().items()
-        }
+        self._device = DecodeInputs.allocate(*sizes, device)
+        if queue.shares_memory:
+            self._hosts = [_HostInputs.of(self._device)]
+        else:
+            pin = device.type == "cuda"
+            cpu = torch.device("cpu")
+            self._hosts = [_HostInputs.of(DecodeInputs.allocate(*sizes, cpu, pin=pin)) for _ in range(2)]
         self._recorded: dict[int, _Recorded] = {}
 
     @property
@@ -95,24 +120,52 @@ class DecodeSteps:
             and all(len(item.token_ids) == 1 and item.sample is not None for item in batch.items)
         )
 
-    def run(self, batch: Batch) -> Sampled:
-        """One token per item, for a batch that fits and is plain. Valid until the next step."""
-        return self._replay_for(batch).whole.result
+    def run(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
+        """One token per item, [num_items] int64, for a batch that fits and is plain. Valid until the next step.
 
-    def run_to_logits(self, batch: Batch) -> Tensor:
+        `sampled`: what the step before did, [any number] int64, for items that follow it.
+        """
+        return self._replay_for(batch, sampled).whole.result.token_ids[: len(batch.items)]
+
+    def run_to_logits(self, batch: Batch, sampled: Tensor | None = None) -> Tensor:
         """[num_items, vocab], for a batch that fits. Valid until the next step."""
-        return self._replay_for(batch, whole=False).forward.result[: len(batch.items)]
+        return self._replay_for(batch, sampled, whole=False).forward.result[: len(batch.items)]
 
-    def _replay_for(self, batch: Batch, *, whole: bool = True) -> _Recorded:
+    def _replay_for(self, batch: Batch, sampled: Tensor | None, *, whole: bool = True) -> _Recorded:
         count = len(batch.items)
         bucket = self._buckets[bisect_left(self._buckets, count)]
-        self._fill(batch, bucket)
+        host = self._next_host()
+        self._fill(host.arrays, batch, bucket)
+        num_following = self._fill_following(host.arrays, batch)
+        if not self._queue.shares_memory:
+            self._queue.submit(partial(host.inputs.upload, self._device, bucket))
+            host.uploaded = self._queue.mark()
+        if num_following:
+            assert sampled is not None, "a step that follows none"
+            self._queue.submit(partial(self._device.follow, num_following, sampled))
         recorded = self._recorded[bucket]
-        (recorded.whole if whole else recorded.forward).replay()
+        self._queue.submit((recorded.whole if whole else recorded.forward).replay)
         return recorded
 
-    def _fill(self, batch: Batch, bucket: int) -> None:
-        arrays, count = self._arrays, len(batch.items)
+    def _next_host(self) -> _HostInputs:
+        """The buffers that were filled longest ago, when the device has read them: so it has as soon as the step before
+        the last one is over, and nobody waits here."""
+        host = self._hosts.pop(0)
+        self._hosts.append(host)
+        if host.uploaded is not None:
+            host.uploaded.wait()
+        return host
+
+    def _fill_following(self, arrays: _Arrays, batch: Batch) -> int:
+        """How many items follow the step before."""
+        rows = [row for row, item in enumerate(batch.items) if item.follows is not None]
+        if rows:
+            arrays["following_rows"][: len(rows)] = rows
+            arrays["followed_rows"][: len(rows)] = [item.follows for item in batch.items if item.follows is not None]
+        return len(rows)
+
+    def _fill(self, arrays: _Arrays, batch: Batch, bucket: int) -> None:
+        count = len(batch.items)
         starts = np.fromiter((item.start for item in batch.items), np.int64, count)
         arrays["token_ids"][:count] = [item.token_ids[0] for item in batch.items]
         arrays["positions"][:count] = starts
@@ -124,12 +177,10 @@ class DecodeSteps:
             tables[row, : len(blocks)] = blocks
         last = tables[np.arange(count), starts // self._block_size]
         arrays["slots"][:count] = last * self._block_size + starts % self._block_size
-        self._fill_sampling(batch.items)
-        if self._device is not self._host:
-            self._host.upload(self._device, bucket)
+        self._fill_sampling(arrays, batch.items)
 
-    def _fill_sampling(self, items: tuple[BatchItem, ...]) -> None:
-        arrays, count = self._arrays, len(items)
+    def _fill_sampling(self, arrays: _Arrays, items: tuple[BatchItem, ...]) -> None:
+        count = len(items)
         specs = [item.sample for item in items if item.sample is not None]
         params = [spec.params for spec in specs]
         arrays["temperature"][:count] = [one.temperature for one in params]

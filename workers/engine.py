@@ -1,22 +1,22 @@
 """One worker's engine: requests in, step outputs out. Accounting runs on one thread; only the runner runs elsewhere.
 
-    step:  schedule() ─> Step ─> runner.execute(step.batch) ─> results ─> apply() ─> [StepOutput, ...]
+    step:  schedule() ─> Step ─> Pipeline: the runner computes it ─> results ─> apply() ─> [StepOutput, ...]
 
 `step()` does it in place (offline use, tests); `run()` drives it for a server: between `schedule` and `apply` the event
-loop is free, and every public method may be called: blocks of the step in flight stay where they are until `apply`.
+loop is free, and every public method may be called: blocks of steps in flight stay where they are until `apply`. If it
+`overlaps`, the next step is scheduled and launched before the one in flight is applied, where that can be.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import replace
 
 from tandem.workers.batch import Batch, Later, Pooled, Refusal, SampledToken, Scored, StepResult
 from tandem.workers.beams import Answer, as_beams
@@ -27,11 +27,13 @@ from tandem.workers.constraint import Constraint, needs_constraint, validate_con
 from tandem.workers.embedding import add_rows, unit_vector
 from tandem.workers.errors import RequestError
 from tandem.workers.grammar import GrammarCache, GrammarState
+from tandem.workers.pipeline import Pipeline
 from tandem.workers.pooling import PoolingMode
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
 from tandem.workers.sequence import BeamGroup, Sequence, Status, begin_search
-from tandem.workers.step_items import build_batch, num_attended
+from tandem.workers.step_items import build_batch, host_need, num_attended, sampled_rows
+from tandem.workers.steps import STEP_FAILED, Runner, Step, StepOutput, StepTimes
 from tandem.workers.types import (
     BlockCounts,
     FillSource,
@@ -44,61 +46,7 @@ from tandem.workers.types import (
 )
 from tandem.workers.validation import validate_input, validate_request
 
-logger = logging.getLogger(__name__)
-
-STEP_FAILED = "the step that computed this request failed"
-
-
-class Runner(Protocol):
-    """Executes one step. Called from one thread at a time, which is not the event loop's."""
-
-    def execute(self, batch: Batch) -> SequenceOf[StepResult]:
-        """One entry per item, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """`batch` is for the runner; `chunks` says, item by item, whose it is. Lists in the batch are the sequences' own:
-    they do not change while the step is in flight."""
-
-    batch: Batch
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step did for one sequence. `error`: the step failed and the sequence has ended; say no more to anyone.
-    `is_retryable`: another worker may do better.
-
-    `num_computed` tokens of the sequence have KV in `sequence.block_ids`. `token` is None after a chunk that is not the
-    last. After a token with neither finish_reason nor error, the sequence goes on (or is HELD, if it has `hold`).
-    """
-
-    sequence: Sequence
-    num_computed: int
-    token: SampledToken | None = None
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    is_retryable: bool = True
-    answers: tuple[Answer, ...] = ()
-    """All of them, when a beam search has ended."""
-    embedding: bytes | None = None
-    """Of a sequence with `pooling`, which has ended with it (embedding.py)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """One step, for metrics. `schedule_s + execute_s + apply_s` is all of it, without the wait for the event loop."""
-
-    num_sequences: int
-    num_tokens: int
-    schedule_s: float
-    execute_s: float
-    apply_s: float
-    num_decodes: int = 0
-    """Sequences that computed one token."""
-    num_attended: int = 0
-    """Tokens that the tokens of the other sequences attended to, added up."""
+__all__ = ["STEP_FAILED", "Engine", "Runner", "Step", "StepOutput", "StepTimes"]
 
 
 class Engine:
@@ -122,6 +70,7 @@ class Engine:
         on_cache_event: CacheEvent | None = None,
         *,
         vocab_size: int = 1 << 32,
+        overlaps: bool = False,
     ) -> None:
         self.runner = runner
         self.config = config
@@ -143,8 +92,13 @@ class Engine:
         self._arrivals = itertools.count()
         self._wake = asyncio.Event()
         self._is_closed = False
-        self._schedule_s = 0.0
-        self._in_flight: tuple[Chunk, ...] = ()
+        self.overlaps = overlaps
+        """Whether steps may overlap. Can be changed at any time; pays where the runner's `launch` does not compute."""
+        self.step_orders: Counter[str] = Counter()
+        """Steps that were decided while another one was in flight ("ahead"), and why the others were not."""
+        self._order = "first"
+        self._in_flight: deque[Step] = deque()
+        self._pipeline = Pipeline()
 
     # Requests
 
@@ -382,40 +336,52 @@ class Engine:
     # The step
 
     def step(self) -> list[StepOutput]:
-        """One whole step in this thread. An empty list: nothing could be computed, or nothing came of it."""
-        step = self.schedule()
-        if step is None:
-            return []
-        results, execute_s = self._execute(step)
-        return self.apply(step, results, execute_s)
+        """One whole step in this thread: what the oldest in flight did. An empty list: nothing could be computed, or
+        nothing came of it."""
+        while True:
+            step = self._next_step()
+            done = self._pipeline.turn(self.runner, step)
+            if done is not None:
+                return self.apply(done.step, done.results, done.execute_s)
+            if step is None:
+                return []
 
     def schedule(self) -> Step | None:
-        """Decide the next step. None: nothing to compute now. `apply` must follow before the next `schedule`."""
-        assert not self._in_flight, "the step before was not applied"
+        """Decide the next step. None: nothing to compute now, or not before the step in flight is applied. One may be
+        in flight if it `can_be_followed`."""
         started = time.monotonic()
+        previous = self._in_flight[-1] if self._in_flight else None
+        if previous is not None:
+            assert len(self._in_flight) == 1, "two steps are in flight"
+            if not previous.can_be_followed:
+                return None
+            if not self.scheduler.can_run_ahead():
+                self._order = "blocks"
+                return None
         incoming: list[Sequence] = []
-        chunks = self.scheduler.schedule(incoming.append)
+        chunks = self.scheduler.schedule(incoming.append, is_ahead=previous is not None)
         for sequence in itertools.chain(incoming, (chunk.sequence for chunk in chunks)):
             if sequence.admitted_at is None:
                 sequence.admitted_at = started
-        step = Step(build_batch(chunks, self.config.block_size), tuple(chunks)) if chunks else None
-        self._in_flight = tuple(chunks)
-        if step is not None and self.before_step is not None:
-            self.before_step(step.batch)
-        self._schedule_s = time.monotonic() - started
+        step = self._make_step(chunks, previous, started) if chunks else None
+        if step is not None or previous is None:
+            self._order = "first"
         if self.on_incoming is not None:  # last: from here on it may call back, even at once
             for sequence in incoming:
                 self.on_incoming(sequence)
         return step
 
     def apply(self, step: Step, results: SequenceOf[StepResult] | None, execute_s: float = 0.0) -> list[StepOutput]:
-        """Account for an executed step; `results` None: it failed. Sequences cancelled meanwhile yield no output."""
+        """Account for an executed step, the oldest; `results` None: it failed. Sequences that were cancelled meanwhile,
+        or had ended before this step when it was decided, yield no output."""
         started = time.monotonic()
         outputs: list[StepOutput] = []
-        self._in_flight = ()
+        applied = self._in_flight.popleft()
+        assert applied is step, "an older step is in flight"
+        self._order = step.host_need or self._order
         for index, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
-            self.scheduler.settle(sequence)
+            self.scheduler.settle(chunk)
             if sequence.is_finished:
                 continue
             if results is None:
@@ -428,6 +394,7 @@ class Engine:
                 result = result.token
             num_tokens = chunk.num_tokens
             if isinstance(result, Later):  # its last token stays uncomputed: the next step takes it once more
+                assert not sequence.in_flight, "a step follows a token that is not known yet"
                 num_tokens, result = num_tokens - 1, None
             self.scheduler.advance(sequence, num_tokens)
             if isinstance(result, Refusal):
@@ -447,7 +414,7 @@ class Engine:
                 StepTimes(
                     len(step.chunks),
                     num_tokens,
-                    self._schedule_s,
+                    step.schedule_s,
                     execute_s,
                     apply_s,
                     num_decodes=len(step.chunks) - len(reads),
@@ -460,19 +427,21 @@ class Engine:
         """Step until `close()`; sleep while there is nothing to compute. An error here is a bug of the accounting."""
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="runner") as executor:
-            while not self._is_closed:
+            while not self._is_closed or not self._pipeline.is_empty:
                 self._wake.clear()
-                step = self.schedule()
-                if step is None:
+                step = None if self._is_closed else self._next_step()
+                if step is None and self._pipeline.is_empty:
                     await self._wake.wait()
                     continue
-                results, execute_s = await loop.run_in_executor(executor, self._execute, step)
-                outputs = self.apply(step, results, execute_s)
+                done = await loop.run_in_executor(executor, self._pipeline.turn, self.runner, step)
+                if done is None:
+                    continue
+                outputs = self.apply(done.step, done.results, done.execute_s)
                 if outputs and self.on_outputs is not None:
                     self.on_outputs(outputs)
 
     def close(self) -> None:
-        """Make `run()` return after the step in flight. Sequences stay as they are."""
+        """Make `run()` return after the steps in flight. Sequences stay as they are."""
         self._is_closed = True
         self.wake()
 
@@ -511,9 +480,11 @@ class Engine:
         owners = [0] * self.pool.num_blocks
         live = {id(s): s for choices in self._requests.values() for s in choices.values()}
         live.update({id(s): s for s in self.scheduler.incoming.values()})
-        live.update({id(chunk.sequence): chunk.sequence for chunk in self._in_flight})
+        live.update({id(chunk.sequence): chunk.sequence for step in self._in_flight for chunk in step.chunks})
         for sequence in live.values():
             for block_id in sequence.block_ids:
+                owners[block_id] += 1
+            for block_id in sequence.replaced:
                 owners[block_id] += 1
             if sequence.copy is not None:
                 owners[sequence.copy.source] += 1
@@ -537,17 +508,25 @@ class Engine:
         assert self.grammars is not None, "not validated"
         return self.grammars.get(text).start()
 
-    def _execute(self, step: Step) -> tuple[SequenceOf[StepResult] | None, float]:
-        """Runs in the runner's thread. Results are None when the runner raised: the batch fails, the worker goes on."""
-        started = time.monotonic()
-        try:
-            results = self.runner.execute(step.batch)
-            if len(results) != len(step.chunks):
-                raise ValueError(f"{len(results)} results for {len(step.chunks)} items")
-        except Exception:
-            logger.exception("a step of %d sequences failed", len(step.chunks))
-            return None, time.monotonic() - started
-        return results, time.monotonic() - started
+    def _next_step(self) -> Step | None:
+        return None if self._pipeline.has_failed else self.schedule()
+
+    def _make_step(self, chunks: list[Chunk], previous: Step | None, started: float) -> Step:
+        rows = {} if previous is None else sampled_rows(previous.chunks)
+        overlaps = self.overlaps or previous is not None
+        step = Step(
+            build_batch(chunks, self.config.block_size, rows),
+            tuple(chunks),
+            overlaps=overlaps,
+            host_need=host_need(chunks),
+        )
+        if self.before_step is not None:
+            self.before_step(step.batch)
+        if overlaps:
+            self.step_orders["ahead" if previous is not None else self._order] += 1
+        step = replace(step, schedule_s=time.monotonic() - started)
+        self._in_flight.append(step)
+        return step
 
     def _output(self, sequence: Sequence, token: SampledToken | None) -> StepOutput:
         """Append a sampled token, if there is one, and see whether it was the last."""

@@ -7,7 +7,10 @@ never filled, or put in the wrong place changes the tokens, just as it would wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,8 @@ from tandem.workers.batch import Batch, BatchItem, Pooled, SampledToken
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _UNWRITTEN = 0xBAD
+
+FakeResult = SampledToken | Pooled | None
 
 
 def _mix(*values: int) -> int:
@@ -29,22 +34,37 @@ def _mix(*values: int) -> int:
 
 
 class FakeRunner:
-    """`kv` is the pool: uint64 [num_blocks, block_size]. `batches` keeps what was executed."""
+    """`kv` is the pool: uint64 [num_blocks, block_size]. `batches` keeps what was executed.
+
+    Its device is at once: a step is computed when it is launched.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000) -> None:
         self.kv = np.zeros((num_blocks, block_size), dtype=np.uint64)
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.batches: list[Batch] = []
+        self._sampled: list[int] = []
+        """Tokens of the last step, as a device would keep them."""
 
-    def execute(self, batch: Batch) -> list[SampledToken | Pooled | None]:
+    def launch(self, batch: Batch) -> Callable[[], list[FakeResult]]:
+        results = self.execute(batch)
+        return lambda: results
+
+    def execute(self, batch: Batch) -> list[FakeResult]:
         self.batches.append(batch)
+        batch = replace(batch, items=tuple(map(self._with_token, batch.items)))
         for copy in batch.copies:
             self.kv[copy.destination, : copy.num_tokens] = self.kv[copy.source, : copy.num_tokens]
             self.kv[copy.destination, copy.num_tokens :] = _UNWRITTEN
         for item in batch.items:  # all writes before all reads, as a forward pass over the whole batch would
             self._write(item)
-        return [self._sample(item) if item.pool is None else self._pool(item) for item in batch.items]
+        results = [self._sample(item) if item.pool is None else self._pool(item) for item in batch.items]
+        self._sampled = [result.token_id for result in results if isinstance(result, SampledToken)]
+        return results
+
+    def _with_token(self, item: BatchItem) -> BatchItem:
+        return item if item.follows is None else replace(item, token_ids=(self._sampled[item.follows],))
 
     def _write(self, item: BatchItem) -> None:
         size = self.block_size
@@ -67,7 +87,7 @@ class FakeRunner:
         if item.sample is None:
             return None
         position = item.start + len(item.token_ids)
-        assert item.sample.position == position == len(item.sample.token_ids)
+        assert item.sample.position == position == len(item.sample.token_ids) + (item.follows is not None)
         context = self._context(item, position)
         weights = np.arange(1, position + 1, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
         digest = int(np.bitwise_xor.reduce(context * weights))
@@ -77,6 +97,42 @@ class FakeRunner:
         """The numbers of an item's first `end` tokens, as its blocks hold them."""
         blocks = item.block_ids[: -(-end // self.block_size)]
         return self.kv[blocks].reshape(-1)[:end]
+
+
+class LaggingRunner(FakeRunner):
+    """Its device takes its time: a launched step is computed when it is collected, or in `catch_up`, from what the
+    batch's lists held when it was launched and what the blocks hold by then."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000) -> None:
+        super().__init__(num_blocks, block_size, vocab_size)
+        self._queue: deque[Future[list[FakeResult]]] = deque()
+        self._waiting: dict[Future[list[FakeResult]], Batch] = {}
+
+    def launch(self, batch: Batch) -> Callable[[], list[FakeResult]]:
+        future: Future[list[FakeResult]] = Future()
+        self._queue.append(future)
+        self._waiting[future] = replace(batch, items=tuple(map(_frozen, batch.items)))
+
+        def collect() -> list[FakeResult]:
+            while not future.done():
+                self.catch_up()
+            return future.result()
+
+        return collect
+
+    def catch_up(self) -> None:
+        """Compute the oldest step that waits, if there is one."""
+        if self._queue:
+            future = self._queue.popleft()
+            try:
+                future.set_result(self.execute(self._waiting.pop(future)))
+            except Exception as error:  # noqa: BLE001 (raised where the step is collected)
+                future.set_exception(error)
+
+
+def _frozen(item: BatchItem) -> BatchItem:
+    sample = item.sample and replace(item.sample, token_ids=list(item.sample.token_ids))
+    return replace(item, token_ids=list(item.token_ids), block_ids=list(item.block_ids), sample=sample)
 
 
 def expected_tokens(

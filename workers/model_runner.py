@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Ops, Sampled, StepLayout, load_ops
-from tandem.workers.batch import Batch, Pooled, SampledToken, SampleSpec, Scored, ScoreSpec, StepResult
+from tandem.kernels.queue import Queue, queue_of
+from tandem.workers.batch import Batch, SampleSpec, ScoreSpec, StepResult
 from tandem.workers.decode_step import DecodeSteps, decode_buckets, is_plain
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.masks import Mask, MaskMaker
@@ -21,8 +24,10 @@ from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.weights import ModelWeights
 from tandem.workers.pool_rows import pool
 from tandem.workers.rehearsal import dry_batches
-from tandem.workers.step_inputs import StepInputs, build, build_sampling, collect, records_of
-from tandem.workers.types import TokenLogprobs
+from tandem.workers.step_inputs import StepInputs, build, build_sampling, moved_by
+from tandem.workers.step_results import Launched, results_of
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class StepCounts:
 
 
 class ModelRunner:
-    """One model, one KV cache, one step at a time.
+    """One model, one KV cache, one step after the other; the next may be launched while one is computed.
 
     `weights` are packed and need not be kept by the caller. Raises `ValueError` when a batch exceeds `max_num_seqs` or
     `max_model_len`, or when an item's blocks are too few: all of them bugs of the scheduler.
@@ -59,6 +64,7 @@ class ModelRunner:
         max_model_len: int,
         max_num_batched_tokens: int = 512,
         ops: Ops | None = None,
+        queue: Queue | None = None,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
@@ -71,6 +77,9 @@ class ModelRunner:
         self._logits = weights.embedding.new_empty(max_num_seqs, config.vocab_size)
         self._decode: DecodeSteps | None = None
         self._masks = MaskMaker()
+        self._queue = queue_of(kv_cache.tensor.device) if queue is None else queue
+        self._sampled: Tensor | None = None
+        """What the last step sampled, [num_samples] int64, until the next one."""
         self.counts = StepCounts()
 
     @torch.inference_mode()
@@ -81,6 +90,7 @@ class ModelRunner:
         """
         decode = DecodeSteps(
             self.ops,
+            self._queue,
             buckets=decode_buckets(self._max_num_seqs),
             max_blocks=-(-self._max_model_len // self._kv_cache.block_size),
             block_size=self._kv_cache.block_size,
@@ -99,7 +109,7 @@ class ModelRunner:
         batches = dry_batches(most, self._kv_cache.block_size, self._config.vocab_size)
         for done, batch in enumerate(batches):
             on_progress(done, len(batches))
-            self._compute(batch)
+            self._compute(batch, None)
 
     @property
     def num_ops_per_decode_step(self) -> int:
@@ -108,79 +118,111 @@ class ModelRunner:
             raise ValueError("no decode step was recorded")
         return self._decode.num_ops
 
-    @torch.inference_mode()
+    @property
+    def can_overlap(self) -> bool:
+        """Whether `launch` returns before the step is computed, so that something can be done meanwhile."""
+        return not self._queue.shares_memory
+
     def execute(self, batch: Batch) -> list[StepResult]:
         """Compute the KV of every token of the batch, and sample where asked. Aligned with `batch.items`."""
-        if not batch.items:
-            return []
-        self._check(batch)
-        for copy in batch.copies:
-            self._kv_cache.copy_block(copy.source, copy.destination)
-        if self._decode is not None and self._decode.fits(batch):
-            return self._replay(self._decode, batch)
-        self.counts.eager += 1
-        return self._compute(batch)
+        return self.launch(batch)()
 
-    def _replay(self, decode: DecodeSteps, batch: Batch) -> list[StepResult]:
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Callable[[], list[StepResult]]:
+        """Begin a step, behind those that were launched before; call the result to wait for what comes of it. Nothing
+        here waits for the device."""
+        if not batch.items:
+            return list
+        self._check(batch)
+        followed, self._sampled = self._sampled, None  # of a step that fails there is nothing to follow
+        for copy in batch.copies:
+            self._queue.submit(partial(self._kv_cache.copy_block, copy.source, copy.destination))
+        if self._decode is not None and self._decode.fits(batch):
+            launched = self._replay(self._decode, batch, followed)
+        else:
+            self.counts.eager += 1
+            launched = self._compute(batch, followed)
+        done = self._queue.mark()
+
+        def collect() -> list[StepResult]:
+            done.wait()
+            return results_of(batch, launched)
+
+        return collect
+
+    def _replay(self, decode: DecodeSteps, batch: Batch, followed: Tensor | None) -> Launched:
         if is_plain(batch):
             self.counts.replayed += 1
-            token_ids = decode.run(batch).token_ids[: len(batch.items)].tolist()
-            return [SampledToken(token_id, None) for token_id in token_ids]
+            token_ids = decode.run(batch, followed)
+            self._sampled = token_ids
+            return Launched(Sampled(self._queue.fetch(token_ids), None, None, None))
         self.counts.replayed_to_logits += 1
-        specs = _specs(batch)
-        wait_for_masks = self._masks.begin(specs)
-        logits = decode.run_to_logits(batch)
+        wait_for_masks = self._masks.begin(_specs(batch))
+        logits = decode.run_to_logits(batch, followed)
         masks = None if wait_for_masks is None else wait_for_masks()
-        return collect(batch, self._sample(logits, specs, masks), masks)
+        return Launched(self._fetch(self._queue.run(lambda: self._sample(logits, batch, followed, masks))), masks)
 
-    def _compute(self, batch: Batch) -> list[StepResult]:
+    def _compute(self, batch: Batch, followed: Tensor | None) -> Launched:
         specs = _specs(batch)
         wait_for_masks = self._masks.begin(specs, num_others=len(batch.items) - len(specs))
-        inputs = build(batch, self._kv_cache.block_size, self._kv_cache.tensor.device)
+        send = self._queue.send
+        inputs = self._queue.run(lambda: build(batch, self._kv_cache.block_size, send, followed))
+        sampled, masks = None, None
         if not specs:
-            hidden = self.ops.run(lambda: self._forward(inputs.token_ids, inputs.layout))
-            results: list[StepResult] = [None] * len(batch.items)
+            hidden = self._run(lambda: self._forward(inputs.token_ids, inputs.layout))
         elif wait_for_masks is None:
-            hidden, sampled = self.ops.run(lambda: self._compute_and_sample(inputs, specs))
-            results = collect(batch, sampled)
+            hidden, sampled = self._run(lambda: self._compute_and_sample(inputs, batch, followed))
         else:
-            hidden, logits = self.ops.run(lambda: self._compute_logits(inputs))
+            hidden, logits = self._run(lambda: self._compute_logits(inputs))
             masks = wait_for_masks()
-            results = collect(batch, self._sample(logits, specs, masks), masks)
-        return self._with_readings(batch, hidden, results)
+            sampled = self._queue.run(lambda: self._sample(logits, batch, followed, masks))
+        launched = Launched(self._fetch(sampled), masks)
+        self._queue.run(lambda: self._read(batch, hidden, launched))
+        return launched
 
-    def _with_readings(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> list[StepResult]:
-        """The results with what was to be scored or pooled. hidden [num_tokens, hidden]: what the step computed."""
+    def _run(self, step: Callable[[], T]) -> T:
+        return self._queue.run(lambda: self.ops.run(step))
+
+    def _fetch(self, sampled: Sampled | None) -> Sampled | None:
+        """Have what was sampled in host memory, once the step is over, and on the device for the next one."""
+        if sampled is None:
+            return None
+        self._sampled = sampled.token_ids
+        fetched: Sampled = moved_by(self._queue.fetch, sampled)
+        return fetched
+
+    def _read(self, batch: Batch, hidden: Tensor, launched: Launched) -> None:
+        """What was to be scored or pooled. hidden [num_tokens, hidden]: what the step computed."""
         start = 0
         for index, item in enumerate(batch.items):
             if item.pool is not None:
-                results[index] = pool(hidden[start : start + len(item.token_ids)], item.pool)
+                rows = pool(hidden[start : start + len(item.token_ids)], item.pool)
+                launched.pooled[index] = self._queue.fetch(rows)
             if item.score is not None:
-                logprobs = self._score(hidden[start:], item.score)
-                token = results[index]
-                assert not isinstance(token, Scored | Pooled), "scored twice"
-                results[index] = Scored(logprobs, token)
+                launched.scores[index] = self._score(hidden[start:], item.score)
             start += len(item.token_ids)
-        return results
 
-    def _score(self, hidden: Tensor, spec: ScoreSpec) -> list[TokenLogprobs]:
+    def _score(self, hidden: Tensor, spec: ScoreSpec) -> list[Sampled]:
         """Few rows at a time: the logits of a whole chunk are large."""
         if not spec.targets:
             return []
-        targets = torch.tensor(spec.targets, device=hidden.device)
-        logprobs: list[TokenLogprobs] = []
-        for few in torch.split(torch.arange(len(spec.targets)), self._max_num_seqs):
-            rows = slice(int(few[0]), int(few[-1]) + 1)
-            logits = self.decoder.logits(hidden[rows], out=self._logits[: len(few)])
-            logprobs += records_of(self.ops.score(logits, targets[rows], spec.num_top))
-        return logprobs
+        targets = self._queue.send(torch.tensor(spec.targets))
+        scores: list[Sampled] = []
+        for first in range(0, len(spec.targets), self._max_num_seqs):
+            rows = slice(first, min(first + self._max_num_seqs, len(spec.targets)))
+            logits = self.decoder.logits(hidden[rows], out=self._logits[: rows.stop - rows.start])
+            scores.append(moved_by(self._queue.fetch, self.ops.score(logits, targets[rows], spec.num_top)))
+        return scores
 
-    def _compute_and_sample(self, inputs: StepInputs, specs: list[SampleSpec]) -> tuple[Tensor, Sampled]:
+    def _compute_and_sample(self, inputs: StepInputs, batch: Batch, followed: Tensor | None) -> tuple[Tensor, Sampled]:
         hidden, logits = self._compute_logits(inputs)
-        return hidden, self._sample(logits, specs)
+        return hidden, self._sample(logits, batch, followed)
 
-    def _sample(self, logits: Tensor, specs: list[SampleSpec], masks: list[Mask] | None = None) -> Sampled:
-        return self.ops.sample(logits, build_sampling(specs, logits.device, masks))
+    def _sample(
+        self, logits: Tensor, batch: Batch, followed: Tensor | None, masks: list[Mask] | None = None
+    ) -> Sampled:
+        follows = [item.follows for item in batch.items if item.sample is not None]
+        return self.ops.sample(logits, build_sampling(_specs(batch), self._queue.send, masks, follows, followed))
 
     def _compute_logits(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Hidden states [num_tokens, hidden], and logits where a token is sampled [num_samples, vocab]; both until the

@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.workers.batch import Pooled, PoolSpec
+from tandem.workers.batch import PoolSpec
 
 
-def pool(hidden: Tensor, spec: PoolSpec) -> Pooled:
-    """hidden [num_tokens, hidden]: of the tokens that an item computed, after the final norm."""
+def pool(hidden: Tensor, spec: PoolSpec) -> Tensor:
+    """hidden [num_tokens, hidden]: of the tokens that an item computed, after the final norm. Returns the rows of
+    `Pooled`, [num_rows, hidden] float32, on the same device: a copy, since the next step overwrites the others."""
     if spec.mode == "last":
         rows = hidden[-1:]
     elif spec.mode == "first":
         rows = hidden[:1]
     else:
         rows = _run_sums(hidden.to(torch.float32), spec.run_len)
-    # a copy: the next step overwrites the hidden states
-    return Pooled(rows.to("cpu", torch.float32, copy=True).numpy())
+    return rows.to(torch.float32, copy=True)
 
 
 def _run_sums(hidden: Tensor, run_len: int) -> Tensor:

@@ -123,6 +123,9 @@ class BlockNames:
         if kept != mine:
             self.pool.share([kept])
             sequence.block_ids[index] = kept
-            self.pool.release([mine])
+            if sequence.in_flight:
+                sequence.replaced.append(mine)
+            else:
+                self.pool.release([mine])
             self.cache.retain([kept], retention)
         return True

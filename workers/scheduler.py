@@ -5,8 +5,9 @@ more for each that runs already; later it grows by one block at a time. When a g
 youngest running one is preempted: its blocks stay cached, it keeps its place in arrival order, and it computes the rest
 again. The oldest is never preempted for a younger one, so somebody always gets on.
 
-While a step is in flight (between `schedule` and the last `advance`), only `schedule` itself is out of bounds: no other
-method frees a block of a sequence that is `in_flight`, or changes its lists.
+While a step is in flight (between `schedule` and the last `advance`), no method frees a block of a sequence that is
+`in_flight`. The next step may be decided meanwhile, if `can_run_ahead`: with tokens that the step in flight computes or
+samples as if they were there. Only `advance` counts and names them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ from tandem.workers.types import CachedTokens, FillSource
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `num_tokens` uncomputed tokens of a sequence: one when it decodes, more when it reads its prompt."""
+    """The next `num_tokens` tokens of a sequence, from `start`: one when it decodes, more when it reads its prompt."""
 
     sequence: Sequence
+    start: int
     num_tokens: int
+    is_sampled: bool
+    """Whether the token that follows is sampled."""
+    copy: BlockCopy | None = None
+    """To be made first."""
 
 
 class Tiers(Protocol):
@@ -50,6 +56,14 @@ class NoTiers:
 
 def _order(sequence: Sequence) -> int:
     return sequence.order
+
+
+def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+    """Its next tokens that are due. A copy is part of the first step of a sequence that has one."""
+    copy = None if sequence.in_flight else sequence.copy
+    start = sequence.num_computed + sequence.num_launched
+    is_sampled = num_tokens == sequence.num_due and sequence.pooling is None
+    return Chunk(sequence, start, num_tokens, is_sampled, copy)
 
 
 class ByAge:
@@ -103,18 +117,23 @@ class Scheduler:
 
     # The step
 
-    def schedule(self, on_incoming: Callable[[Sequence], None]) -> list[Chunk]:
+    def can_run_ahead(self) -> bool:
+        """Whether all that run can grow without preemption, which the blocks of a step in flight do not allow."""
+        return sum(map(self._needs_block, self._due())) <= self.pool.num_available
+
+    def schedule(self, on_incoming: Callable[[Sequence], None], *, is_ahead: bool = False) -> list[Chunk]:
         """Decodes first, then prompts that are being read, then newcomers, until the budget is spent.
 
-        `on_incoming` gets each sequence whose KV somebody else is to compute. It must not call back.
+        `on_incoming` gets each sequence whose KV somebody else is to compute. It must not call back. `is_ahead`:
+        another step is in flight, and it `can_run_ahead`.
         """
         budget = self.config.max_num_batched_tokens
-        chunks = [Chunk(sequence, 1) for sequence in self._decodes()]
+        chunks = [_chunk(sequence, 1) for sequence in self._decodes()]
         budget -= len(chunks)
         for sequence in self.running:
-            if sequence.num_uncomputed > 1:
+            if sequence.num_due > 1:
                 budget -= self._cut(sequence, budget, chunks)
-        if not chunks:
+        if not chunks and not is_ahead:
             self._make_way()
         while self._can_admit(budget):
             sequence = self.waiting.oldest
@@ -125,7 +144,10 @@ class Scheduler:
             else:
                 budget -= self._cut(sequence, budget, chunks)
         for chunk in chunks:
-            chunk.sequence.in_flight = True
+            sequence = chunk.sequence
+            sequence.in_flight += 1
+            sequence.num_launched += chunk.num_tokens
+            sequence.num_pending += chunk.is_sampled
         return chunks
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
@@ -171,11 +193,18 @@ class Scheduler:
         if status is Status.FINISHED and previous is not Status.INCOMING and not sequence.in_flight:
             self._release(sequence)
 
-    def settle(self, sequence: Sequence) -> None:
-        """The step that it was part of has ended. Frees its blocks if it was cancelled meanwhile."""
-        sequence.in_flight = False
-        self._end_copy(sequence)
-        if sequence.is_finished:
+    def settle(self, chunk: Chunk) -> None:
+        """The oldest step that its sequence is part of has ended. Frees its blocks if that has ended before, by cancel
+        or by a token that came while a later step was under way, and no step uses them any more."""
+        sequence = chunk.sequence
+        sequence.in_flight -= 1
+        sequence.num_launched -= chunk.num_tokens
+        sequence.num_pending -= chunk.is_sampled
+        if chunk.copy is not None:
+            self._end_copy(sequence)
+        replaced, sequence.replaced = sequence.replaced, []
+        self.pool.release(replaced)  # by the step before: the next one, if it is in flight, was told of the new ones
+        if sequence.is_finished and not sequence.in_flight:
             self._release(sequence)
 
     # Fills
@@ -262,14 +291,29 @@ class Scheduler:
     def _decodes(self) -> list[Sequence]:
         """Running sequences with one token to compute, each with a block to write it into."""
         decodes: list[Sequence] = []
-        for sequence in list(self.running):  # preemption changes `running`
-            if sequence.status is Status.RUNNING and sequence.num_uncomputed == 1 and self._try_grow(sequence):
+        for sequence in self._due():
+            if sequence.status is Status.RUNNING and self._try_grow(sequence):  # unless it was preempted for another
                 decodes.append(sequence)
         return decodes
 
+    def _due(self) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence.num_due == 1 and self._goes_on(sequence)]
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Not, if the token that is being sampled is its last one whatever it is."""
+        if not sequence.num_pending:
+            return True
+        num_tokens = len(sequence.token_ids) + sequence.num_pending
+        if sequence.hold or num_tokens >= self.config.max_model_len:
+            return False
+        return num_tokens - sequence.num_prompt_tokens < sequence.params.max_tokens
+
+    def _needs_block(self, sequence: Sequence) -> bool:
+        return len(sequence.block_ids) * self.block_size < len(sequence.token_ids) + sequence.num_pending
+
     def _try_grow(self, sequence: Sequence) -> bool:
         """Have a block for its last token, from the youngest if need be. False: it was the youngest itself."""
-        if len(sequence.block_ids) * self.block_size >= len(sequence.token_ids):
+        if not self._needs_block(sequence):
             return True
         while self.pool.num_available == 0:
             victim = next(candidate for candidate in reversed(self.running) if not candidate.hold)
@@ -295,6 +339,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue. Never one in HELD or with `hold`: blocks that were promised to others stay."""
+        assert not sequence.in_flight, "a step uses its blocks"
         self.num_preemptions += 1
         self.running.remove(sequence)
         self._requeue(sequence)
@@ -396,11 +441,11 @@ class Scheduler:
 
     def _cut(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Append the largest chunk that fits: the rest, or up to a block border."""
-        num_tokens = sequence.num_uncomputed
+        num_tokens = sequence.num_due
         if num_tokens > budget:
-            num_tokens = budget - (sequence.num_computed + budget) % self.block_size
+            num_tokens = budget - (sequence.num_computed + sequence.num_launched + budget) % self.block_size
         if num_tokens > 0:
-            chunks.append(Chunk(sequence, num_tokens))
+            chunks.append(_chunk(sequence, num_tokens))
         return max(0, num_tokens)
 
     # Blocks

@@ -103,12 +103,18 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     can_register: bool = True
-    in_flight: bool = False
-    """Its blocks are being read and written by a step: they must not be freed."""
+    in_flight: int = 0
+    """Steps that it is part of now. They read and write its blocks, which must not be freed."""
+    num_launched: int = 0
+    """Tokens behind the first `num_computed` whose KV these steps compute ..."""
+    num_pending: int = 0
+    """... and tokens behind `token_ids` that they sample: known when they are applied."""
     siblings: list[Sequence] = field(default_factory=list)
     """On the first choice of a request: those that are BLOCKED until it has computed the prompt."""
     leader: Sequence | None = None
     """The first choice: while it lives, it has the prompt in its blocks."""
+    replaced: list[int] = field(default_factory=list)
+    """Blocks that others took the places of while a step in flight still uses them: owned until that has ended."""
     copy: BlockCopy | None = None
     """Due with its next chunk, or part of the step in flight. The sequence owns the source, too; `num_computed` counts
     the copied tokens."""
@@ -125,6 +131,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_due(self) -> int:
+        """Tokens that no step has begun to compute, those not known yet included."""
+        return self.num_uncomputed + self.num_pending - self.num_launched
 
     @property
     def num_generated(self) -> int:

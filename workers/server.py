@@ -101,7 +101,9 @@ class WorkerServer:
         self._progress("connecting")
         self.identity = identity_of(config, model, kv_cache)
         self.engine = Engine(
-            runner, config, kv_cache.num_blocks, self.identity, self._on_cache_event, vocab_size=model.vocab_size
+            *(runner, config, kv_cache.num_blocks, self.identity, self._on_cache_event),
+            vocab_size=model.vocab_size,
+            overlaps=runner.can_overlap,
         )
         self.engine.grammars = GrammarCache(
             lambda: load_grammar_tokenizer(config.model_path, model.vocab_size, model.eos_token_ids)
@@ -165,11 +167,16 @@ class WorkerServer:
             max_num_seqs=self.config.max_num_seqs,
             speeds=self._speed_meter.speeds(),
             kv_tier_blocks={} if self.tiers is None else self.tiers.num_blocks(),
-            counters=self.metrics.counters | self._step_counts.series(self.config.role),
+            counters=self.metrics.counters | self._step_counts.series(self.config.role) | self._decided_steps(),
             histograms=self.metrics.take_observations(),
         )
 
     # Inside
+
+    def _decided_steps(self) -> dict[str, float]:
+        """Where steps overlap: how many were decided ahead, and why the others were not. As counters for /metrics."""
+        role, orders = self.config.role, self.engine.step_orders
+        return {f'steps_decided_total{{role="{role}",order="{order}"}}': float(num) for order, num in orders.items()}
 
     def _create_role(self, kv_cache: KVCache) -> RoleWorker:
         config = self.config

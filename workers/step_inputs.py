@@ -1,8 +1,8 @@
-"""A batch's lists become tensors here and nowhere else, and sampled tokens become records again."""
+"""A batch's lists become tensors here and nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -11,12 +11,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.kernels.ops import Constraints, Penalties, Sampled, SamplingInputs, StepLayout
-from tandem.workers.batch import Batch, BatchItem, Later, Refusal, SampledToken, SampleSpec, StepResult
+from tandem.kernels.ops import Constraints, Penalties, SamplingInputs, StepLayout
+from tandem.workers.batch import Batch, BatchItem, SampleSpec
 from tandem.workers.masks import Mask
-from tandem.workers.types import SamplingParams, TokenLogprobs
+from tandem.workers.types import SamplingParams
 
 _UINT64 = (1 << 64) - 1
+
+Send = Callable[[Tensor], Tensor]
+"""Brings a tensor to where the step is computed."""
+
+
+def _here(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +35,8 @@ class StepInputs:
     sample_rows: Tensor  # [num_samples] int64: rows of the step whose next token is sampled
 
 
-def build(batch: Batch, block_size: int, device: torch.device | str = "cpu") -> StepInputs:
-    """Tensors of the shapes that the batch has."""
+def build(batch: Batch, block_size: int, send: Send = _here, sampled: Tensor | None = None) -> StepInputs:
+    """Tensors of the shapes that the batch has. `sampled`: what the step before did, for items that follow it."""
     items = batch.items
     lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
     starts = np.fromiter((item.start for item in items), np.int64, len(items))
@@ -41,7 +48,7 @@ def build(batch: Batch, block_size: int, device: torch.device | str = "cpu") -> 
     token_ids = np.fromiter((token for item in items for token in item.token_ids), np.int64, int(query_starts[-1]))
 
     def on_device(array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return send(torch.from_numpy(array))
 
     layout = StepLayout(
         positions=on_device(positions),
@@ -50,8 +57,19 @@ def build(batch: Batch, block_size: int, device: torch.device | str = "cpu") -> 
         context_lens=on_device(starts + lengths),
         block_tables=on_device(block_tables),
     )
-    sampled = np.array([index for index, item in enumerate(items) if item.sample is not None], np.int64)
-    return StepInputs(on_device(token_ids), layout, on_device(query_starts[sampled + 1] - 1))
+    sampling = np.array([index for index, item in enumerate(items) if item.sample is not None], np.int64)
+    inputs = StepInputs(on_device(token_ids), layout, on_device(query_starts[sampling + 1] - 1))
+    follows = [(int(start), item.follows) for start, item in zip(query_starts, items) if item.follows is not None]
+    _follow(inputs.token_ids, follows, send, sampled)
+    return inputs
+
+
+def _follow(token_ids: Tensor, follows: Sequence[tuple[int, int]], send: Send, sampled: Tensor | None) -> None:
+    """Tokens that only the device knows: (place, row) takes `sampled[row]`."""
+    if follows:
+        assert sampled is not None, "a step that follows none"
+        places, rows = (send(torch.tensor(column)) for column in zip(*follows))
+        token_ids.index_copy_(0, places, sampled.index_select(0, rows))
 
 
 def used_blocks(item: BatchItem, block_size: int) -> Sequence[int]:
@@ -68,9 +86,15 @@ def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
 
 
 def build_sampling(
-    specs: Sequence[SampleSpec], device: torch.device | str = "cpu", masks: Sequence[Mask] | None = None
+    specs: Sequence[SampleSpec],
+    send: Send = _here,
+    masks: Sequence[Mask] | None = None,
+    follows: Sequence[int | None] = (),
+    sampled: Tensor | None = None,
 ) -> SamplingInputs:
-    """One row per sample. `masks`: one per sample, where any has a constraint."""
+    """One row per sample. `masks`: one per sample, where any has a constraint. `follows`, as in the items, if any is
+    not None, and `sampled`: what the step before did."""
+    follows = follows or [None] * len(specs)
     params = [spec.params for spec in specs]
     seeds = np.array([one.seed & _UINT64 for one in params], np.uint64).view(np.int64)
     logprob_rows = [row for row, one in enumerate(params) if one.num_logprobs is not None]
@@ -82,20 +106,28 @@ def build_sampling(
         seed=torch.from_numpy(seeds),
         choice=torch.tensor([spec.choice for spec in specs]),
         position=torch.tensor([spec.position for spec in specs]),
-        penalties=_build_penalties(specs),
+        penalties=_build_penalties(specs, follows),
         constraints=None if masks is None else _build_constraints(specs, masks),
         logprob_rows=torch.tensor(logprob_rows) if logprob_rows else None,
         num_top_logprobs=max((one.num_logprobs or 0 for one in params), default=0),
     )
-    moved: SamplingInputs = _moved(inputs, device)
+    moved: SamplingInputs = moved_by(send, inputs)
+    if moved.penalties is not None:
+        width = moved.penalties.token_ids.shape[1]
+        places = [
+            (row * width + len(spec.token_ids), follow)
+            for row, (spec, follow) in enumerate(zip(specs, follows, strict=True))
+            if follow is not None and has_penalties(spec.params)
+        ]
+        _follow(moved.penalties.token_ids.view(-1), places, send, sampled)
     return moved
 
 
-def _moved(record: Any, device: torch.device | str) -> Any:
-    """The record with its tensors, and those of the records in it, on `device`."""
+def moved_by(send: Send, record: Any) -> Any:
+    """The record with its tensors, and those of the records in it, somewhere else."""
     values: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(record)}
-    changed: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-    changed |= {name: _moved(value, device) for name, value in values.items() if is_dataclass(value)}
+    changed: dict[str, Any] = {name: send(value) for name, value in values.items() if isinstance(value, Tensor)}
+    changed |= {name: moved_by(send, value) for name, value in values.items() if is_dataclass(value)}
     return replace(record, **changed)
 
 
@@ -124,11 +156,11 @@ def _build_constraints(specs: Sequence[SampleSpec], masks: Sequence[Mask]) -> Co
     )
 
 
-def _build_penalties(specs: Sequence[SampleSpec]) -> Penalties | None:
+def _build_penalties(specs: Sequence[SampleSpec], follows: Sequence[int | None]) -> Penalties | None:
     params = [spec.params for spec in specs]
     if not any(has_penalties(one) for one in params):
         return None
-    histories: list[Sequence[int]] = [spec.token_ids if has_penalties(spec.params) else () for spec in specs]
+    histories = [_history(spec, follow) for spec, follow in zip(specs, follows, strict=True)]
     return Penalties(
         token_ids=torch.from_numpy(_padded(histories)),
         prompt_lens=torch.tensor([spec.num_prompt_tokens for spec in specs]),
@@ -139,48 +171,13 @@ def _build_penalties(specs: Sequence[SampleSpec]) -> Penalties | None:
     )
 
 
+def _history(spec: SampleSpec, follows: int | None) -> Sequence[int]:
+    """With room for a token that only the device knows."""
+    if not has_penalties(spec.params):
+        return ()
+    return spec.token_ids if follows is None else [*spec.token_ids, 0]
+
+
 def has_penalties(params: SamplingParams) -> bool:
     """Whether a token depends on those before it otherwise than through the model."""
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-
-
-def collect(batch: Batch, sampled: Sampled, masks: Sequence[Mask] | None = None) -> list[StepResult]:
-    """The sampled tokens as records, aligned with the batch's items. A row whose mask is none has that instead."""
-    results = _collect(batch, sampled)
-    if masks is not None:
-        rows = [index for index, item in enumerate(batch.items) if item.sample is not None]
-        for index, mask in zip(rows, masks, strict=True):
-            if isinstance(mask, Refusal | Later):
-                results[index] = mask
-    return results
-
-
-def _collect(batch: Batch, sampled: Sampled) -> list[StepResult]:
-    token_ids = iter(sampled.token_ids.tolist())
-    logprobs = iter(records_of(sampled))
-    results: list[StepResult] = []
-    for item in batch.items:
-        if item.sample is None:
-            results.append(None)
-            continue
-        wanted = item.sample.params.num_logprobs
-        results.append(SampledToken(next(token_ids), None if wanted is None else _cut(next(logprobs), wanted)))
-    return results
-
-
-def records_of(sampled: Sampled) -> list[TokenLogprobs]:
-    """The logprobs as records, one per row that has some."""
-    if sampled.logprobs is None or sampled.top_token_ids is None or sampled.top_logprobs is None:
-        return []
-    columns = (sampled.logprobs.tolist(), sampled.top_token_ids.tolist(), sampled.top_logprobs.tolist())
-    return [
-        TokenLogprobs(logprob=logprob, top_token_ids=tuple(ids), top_logprobs=tuple(top))
-        for logprob, ids, top in zip(*columns, strict=True)
-    ]
-
-
-def _cut(row: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    """The first `num_top` alternatives: another row of the batch may have asked for more."""
-    return TokenLogprobs(
-        logprob=row.logprob, top_token_ids=row.top_token_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]
-    )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
 
 from tandem.workers.batch import Batch, BatchItem, PoolSpec, SampleSpec, ScoreSpec
 from tandem.workers.scheduler import Chunk
 from tandem.workers.sequence import Sequence
+
+NO_ROWS: Mapping[Sequence, int] = MappingProxyType({})
+"""Of no step."""
 
 
 def num_attended(item: BatchItem) -> int:
@@ -15,24 +20,49 @@ def num_attended(item: BatchItem) -> int:
     return num_tokens * item.start + num_tokens * (num_tokens + 1) // 2
 
 
-def build_batch(chunks: SequenceOf[Chunk], block_size: int) -> Batch:
-    """Lists in it are the sequences' own where they are long."""
-    copies = tuple(chunk.sequence.copy for chunk in chunks if chunk.sequence.copy is not None)
-    return Batch(tuple(_item(chunk, block_size) for chunk in chunks), copies)
+def build_batch(chunks: SequenceOf[Chunk], block_size: int, rows: Mapping[Sequence, int] = NO_ROWS) -> Batch:
+    """Lists in it are the sequences' own where they are long. `rows`: where the step in flight samples whose token."""
+    copies = tuple(chunk.copy for chunk in chunks if chunk.copy is not None)
+    return Batch(tuple(_item(chunk, block_size, rows) for chunk in chunks), copies)
 
 
-def _item(chunk: Chunk, block_size: int) -> BatchItem:
+def sampled_rows(chunks: SequenceOf[Chunk]) -> dict[Sequence, int]:
+    """The row in which each sequence's token is sampled."""
+    sampled = (chunk.sequence for chunk in chunks if chunk.is_sampled)
+    return {sequence: row for row, sequence in enumerate(sampled)}
+
+
+def host_need(chunks: SequenceOf[Chunk]) -> str | None:
+    """Why what follows these cannot be decided before their results are known; None: it can, whatever they are."""
+    needs = (_host_need(chunk) for chunk in chunks)
+    return next((need for need in needs if need is not None), None)
+
+
+def _host_need(chunk: Chunk) -> str | None:
     sequence = chunk.sequence
-    end = sequence.num_computed + chunk.num_tokens
+    if sequence.beams is not None:
+        return "beams"
+    if sequence.needs_scores:
+        return "prompt_logprobs"
+    if chunk.is_sampled and sequence.constraint is not None and sequence.constraint.reads_tokens:
+        return "constraints"
+    return None
+
+
+def _item(chunk: Chunk, block_size: int, rows: Mapping[Sequence, int]) -> BatchItem:
+    sequence, start = chunk.sequence, chunk.start
+    end = start + chunk.num_tokens
     sample = None
-    if end == len(sequence.token_ids) and sequence.pooling is None:
+    if chunk.is_sampled:
         sample = SampleSpec(
             *(sequence.params, sequence.choice, end, sequence.token_ids, sequence.num_prompt_tokens),
             sequence.constraint,
         )
+    if start >= len(sequence.token_ids):
+        return BatchItem((0,), start, sequence.block_ids, sample, follows=rows[sequence])
     return BatchItem(
-        *(sequence.token_ids[sequence.num_computed : end], sequence.num_computed, sequence.block_ids, sample),
-        *(_score(sequence, end), _pool(sequence, end, block_size)),
+        *(sequence.token_ids[start:end], start, sequence.block_ids, sample),
+        *(_score(sequence, end), _pool(sequence, start, end, block_size)),
     )
 
 
@@ -46,9 +76,9 @@ def _score(sequence: Sequence, end: int) -> ScoreSpec | None:
     return ScoreSpec(sequence.token_ids[sequence.num_computed + 1 : last], num_top)
 
 
-def _pool(sequence: Sequence, end: int, block_size: int) -> PoolSpec | None:
+def _pool(sequence: Sequence, start: int, end: int, block_size: int) -> PoolSpec | None:
     """Of a mean, all chunks have a part."""
-    mode, start = sequence.pooling, sequence.num_computed
+    mode = sequence.pooling
     if mode == "mean":
         assert start % block_size == 0, "sums of whole blocks do not depend on chunks"
         return PoolSpec(mode, block_size)

@@ -194,8 +194,10 @@ def _runner_without_model(config: WorkerConfig, model: ModelConfig, kv_cache: KV
         down_bias=None,
     )
     weights = ModelWeights(embedding=zeros(1, 1), layers=(layer,), final_norm=zeros(1), lm_head=zeros(1, 1))
-    limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": config.max_model_len}
-    runner = ModelRunner(small, weights, kv_cache, **limits, ops=_NoOps())
+    max_num_seqs, max_model_len = config.max_num_seqs, config.max_model_len
+    runner = ModelRunner(
+        *(small, weights, kv_cache), max_num_seqs=max_num_seqs, max_model_len=max_model_len, ops=_NoOps()
+    )
     runner.record()
     return runner
 

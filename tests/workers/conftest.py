@@ -10,7 +10,7 @@ import pytest
 
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine
-from tandem.workers.fake_runner import FakeRunner
+from tandem.workers.fake_runner import FakeRunner, LaggingRunner
 from tandem.workers.prefix_cache import CacheEvent
 from tandem.workers.types import Choice, ModelIdentity, Request, Retention, SamplingParams
 
@@ -25,9 +25,18 @@ def make_config() -> Callable[..., WorkerConfig]:
     return make
 
 
+@pytest.fixture(params=[False, True], ids=["in_order", "overlapping"])
+def overlaps(request: pytest.FixtureRequest) -> bool:
+    """Whether steps overlap. What looks into the engine between two steps asks for `IN_ORDER` (engine_play.py)."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def make_engine(make_config: Callable[..., WorkerConfig]) -> Callable[..., Engine]:
-    """An engine over a `FakeRunner` with a pool of the same size: 4 tokens per block, 16 tokens per step."""
+def make_engine(make_config: Callable[..., WorkerConfig], overlaps: bool) -> Callable[..., Engine]:
+    """An engine over a `FakeRunner` with a pool of the same size: 4 tokens per block, 16 tokens per step.
+
+    Where steps overlap, the runner's device lags: it computes as late as it can.
+    """
 
     def make(num_blocks: int, on_cache_event: CacheEvent | None = None, **changes: Any) -> Engine:
         config = make_config(**changes)
@@ -41,8 +50,9 @@ def make_engine(make_config: Callable[..., WorkerConfig]) -> Callable[..., Engin
             block_bytes=8 * config.block_size,
             max_model_len=config.max_model_len,
         )
-        runner = FakeRunner(num_blocks, config.block_size)
-        return Engine(runner, config, num_blocks, identity, on_cache_event, vocab_size=runner.vocab_size)
+        runner = (LaggingRunner if overlaps else FakeRunner)(num_blocks, config.block_size)
+        vocab_size = runner.vocab_size
+        return Engine(runner, config, num_blocks, identity, on_cache_event, vocab_size=vocab_size, overlaps=overlaps)
 
     return make
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from tandem.workers.batch import BatchItem, SampledToken, SampleSpec
 from tandem.workers.engine import Engine
 from tandem.workers.fake_runner import FakeRunner
@@ -13,6 +15,9 @@ from tandem.workers.types import Request
 
 MakeEngine = Callable[..., Engine]
 MakeRequest = Callable[..., Request]
+
+IN_ORDER = pytest.mark.parametrize("overlaps", [False], ids=["in_order"], indirect=True)
+"""For tests that look into the engine between two steps, or decide a step themselves."""
 
 
 def run(engine: Engine, max_steps: int = 2000) -> dict[tuple[str, int], list[int]]:

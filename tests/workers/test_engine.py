@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_play import MakeEngine, MakeRequest, run, runner_of
+from engine_play import IN_ORDER, MakeEngine, MakeRequest, run, runner_of
 
 from tandem.workers.batch import Batch, SampledToken
 from tandem.workers.block_pool import BlockState
@@ -130,6 +130,7 @@ def test_length_counts_what_was_emitted_before(make_engine: MakeEngine, make_req
     assert output.sequence.finished_at is not None
 
 
+@IN_ORDER
 def test_a_failed_step_ends_its_sequences_and_no_others(make_engine: MakeEngine, make_request: MakeRequest) -> None:
     engine = make_engine(12, max_num_seqs=1)
     runner = runner_of(engine)
@@ -161,6 +162,7 @@ def test_a_runner_that_forgets_results_fails_the_step(make_engine: MakeEngine, m
 # Cancel
 
 
+@IN_ORDER
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_cancel_between_steps_frees_everything_at_once(
     make_engine: MakeEngine, make_request: MakeRequest, num_steps: int
@@ -178,6 +180,7 @@ def test_cancel_between_steps_frees_everything_at_once(
     assert engine.cancel("r") == [], "once more is fine"
 
 
+@IN_ORDER
 def test_cancel_in_flight_keeps_the_blocks_until_apply(make_engine: MakeEngine, make_request: MakeRequest) -> None:
     engine = make_engine(12)
     engine.add(make_request("gone", range(8)))
@@ -195,6 +198,7 @@ def test_cancel_in_flight_keeps_the_blocks_until_apply(make_engine: MakeEngine, 
     assert [outputs[0].token.token_id, *run(engine)["stays", 0]] == expected_tokens(range(50, 58), 8, seed=0)
 
 
+@IN_ORDER
 def test_cancel_in_flight_of_a_step_that_fails(make_engine: MakeEngine, make_request: MakeRequest) -> None:
     engine = make_engine(12)
     engine.add(make_request("gone", range(8)))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import pytest
+from engine_play import IN_ORDER
 
 from tandem.workers.batch import BatchItem
 from tandem.workers.engine import Engine
@@ -187,6 +188,7 @@ def test_who_is_sent_back_asks_its_source_no_more(make_engine: MakeEngine, make_
     finish(engine)
 
 
+@IN_ORDER
 def test_what_it_finds_of_itself_when_it_comes_back_is_not_cached(
     make_engine: MakeEngine, make_request: MakeRequest
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_play import MakeEngine, MakeRequest, run, runner_of, start_handover
+from engine_play import IN_ORDER, MakeEngine, MakeRequest, run, runner_of, start_handover
 
 from tandem.workers.batch import BlockCopy
 from tandem.workers.block_pool import BlockState
@@ -103,6 +103,7 @@ def test_a_copy_waits_with_its_sequence_for_room_in_a_step(make_engine: MakeEngi
     run(engine)
 
 
+@IN_ORDER
 @pytest.mark.parametrize("fate", ["cancelled", "preempted"])
 def test_a_copy_that_is_never_made_pins_nothing(make_engine: MakeEngine, make_request: MakeRequest, fate: str) -> None:
     engine = make_engine(50, max_num_batched_tokens=8, local_prefill_tokens=8)
@@ -166,6 +167,7 @@ def test_what_a_copy_leaves_may_be_little_enough_to_compute_here(
 # Choices of one request
 
 
+@IN_ORDER
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 30, 32])
 def test_each_sibling_computes_one_token_of_the_prompt(
     make_engine: MakeEngine, make_request: MakeRequest, length: int
@@ -194,6 +196,7 @@ def test_each_sibling_computes_one_token_of_the_prompt(
     assert first == expected_tokens(range(length), 1, seed=0)
 
 
+@IN_ORDER
 @pytest.mark.parametrize("fate", ["cancelled", "finished", "preempted"])
 def test_without_its_leader_a_sibling_finds_whole_blocks(
     make_engine: MakeEngine, make_request: MakeRequest, fate: str
@@ -215,6 +218,7 @@ def test_without_its_leader_a_sibling_finds_whole_blocks(
     assert sibling.token_ids[14:] == answer[: next((i + 1 for i, t in enumerate(answer) if t in stop), 8)]
 
 
+@IN_ORDER
 def test_a_leader_that_goes_while_its_block_is_copied_leaves_it_behind(
     make_engine: MakeEngine, make_request: MakeRequest
 ) -> None:

@@ -40,7 +40,7 @@ class Bench:
         """One step in which everything sampled is token 7. Returns (order, number of tokens) of its chunks."""
         chunks: list[Chunk] = self.scheduler.schedule(self.incoming.append)
         for chunk in chunks:
-            self.scheduler.settle(chunk.sequence)
+            self.scheduler.settle(chunk)
             self.scheduler.advance(chunk.sequence, chunk.num_tokens)
             if chunk.sequence.num_uncomputed == 0:
                 chunk.sequence.token_ids.append(7)

@@ -139,7 +139,7 @@ async def test_a_bug_in_the_accounting_is_not_survived(bench: Any, make_request:
     worker = await bench.worker("aggregated", "a0")
     gateway = await bench.gateway(worker)
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise AssertionError("a bug")
 
     worker.engine.scheduler.schedule = broken
