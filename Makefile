@@ -3,6 +3,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 MODEL ?= smollm2-135m-instruct
 ARGS ?=
+# Processes that share the tests: one for those that start Ray, the rest for the others.
+WORKERS ?= 2
 
 BIN := .venv/bin
 PACKAGES := kernels workers router cluster
@@ -14,7 +16,10 @@ export PYTHONSAFEPATH = 1
 serve: .venv/.installed
 	exec $(BIN)/tandem serve $(MODEL) $(ARGS)
 
-test: lint types unit
+# All at once: what only waits for the package index does it beside the tests.
+test:
+	$(MAKE) --jobs=4 .clients/.installed lint types unit
+	$(MAKE) clients
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -24,16 +29,14 @@ types: .venv/.installed .typing/tandem
 	$(BIN)/mypy $(PACKAGES:%=-p tandem.%)
 
 unit: .venv/.installed
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # Three machines as network namespaces: needs root and `ip`, and a minute; not part of `make test`.
 test-hosts: .venv/.installed
 	RUN_HOST_TESTS=1 $(BIN)/pytest tests/deploy/test_hosts.py tests/deploy/test_lost_clients.py $(ARGS)
 
-# Programs of others against the API. Installs 480 MB of them, which takes longer than the tests: not a part of `test`.
-clients: .venv/.installed
-	test -x .clients/bin/python || $(PYTHON) -m venv .clients
-	.clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+# Programs of others against the API, in an environment of their own.
+clients: .venv/.installed .clients/.installed
 	LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python tests/clients/serve_scripted.py .clients/bin/python
 
 install: .venv/.installed
@@ -47,6 +50,12 @@ install: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Half of what is installed is never imported, so nothing is compiled ahead of time.
+.clients/.installed: tests/clients/requirements.txt
+	test -x .clients/bin/python || $(PYTHON) -m venv .clients
+	.clients/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r tests/clients/requirements.txt
 	@touch $@
 
 # mypy sees the four folders under their real names through links.

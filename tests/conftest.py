@@ -24,6 +24,16 @@ TANDEM = (sys.executable, "-P", "-c", "from tandem.cluster.cli import main; main
 """The command, for the interpreter that runs the tests."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes share the tests (`--dist loadgroup`) file by file, as fixtures of a module are dear. All that
+    starts Ray is one group: one cluster is shared, and what kills workers or measures how they die wants no second one
+    beside it."""
+    for item in items:
+        group = "cluster" if item.get_closest_marker("cluster") else str(item.path.relative_to(item.config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @dataclass
 class Serving:
     """A `tandem serve` of ours. `url` has no /v1 at its end."""
