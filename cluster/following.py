@@ -11,6 +11,7 @@ import logging
 import httpx
 import msgspec
 
+from tandem.router.gateway import Gateway
 from tandem.router.workers import WorkerSet
 from tandem.workers.types import Role, WorkerAddress
 
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 POLL_TIMEOUT_S = 3.0
+CLUSTER_PATH = "/cluster"
+WORKERS_PATH = "/workers"
+"""The same list with nothing else in it, for those who ask often (gateway_pool.py has it)."""
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -41,6 +45,14 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     workers: tuple[Listed, ...]
     degraded: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, gateway: Gateway) -> ClusterAnswer:
+        """The same of a live set of ours."""
+        workers = [link.address for link in gateway.workers.links()]
+        listed = [Listed(at.worker_id, at.role, at.epoch, f"{at.host}:{at.port}") for at in workers]
+        config = gateway.config
+        return cls(config.model_name, config.max_model_len, tuple(listed), tuple(gateway.degraded()))
+
 
 class LauncherSight:
     """What is missing at the launcher, as far as its follower knows. A gateway tells it in /ready and in metrics."""
@@ -52,21 +64,26 @@ class LauncherSight:
         return list(self.missing)
 
 
-async def fetch(client: httpx.AsyncClient) -> ClusterAnswer:
-    """GET /cluster. Raises `httpx.HTTPError` or `msgspec.MsgspecError`."""
-    answer = (await client.get("/cluster")).raise_for_status()
+async def fetch(client: httpx.AsyncClient, path: str = CLUSTER_PATH) -> ClusterAnswer:
+    """Raises `httpx.HTTPError` or `msgspec.MsgspecError`."""
+    answer = (await client.get(path)).raise_for_status()
     return msgspec.json.decode(answer.content, type=ClusterAnswer)
 
 
 async def follow(
-    client: httpx.AsyncClient, workers: WorkerSet, *, poll_s: float = POLL_S, sight: LauncherSight | None = None
+    client: httpx.AsyncClient,
+    workers: WorkerSet,
+    *,
+    path: str = CLUSTER_PATH,
+    poll_s: float = POLL_S,
+    sight: LauncherSight | None = None,
 ) -> None:
     """For ever: keep the live set as the launcher lists it, and `sight` as it is."""
     was_reached = True
     sight = sight or LauncherSight()
     while True:
         try:
-            answer = await fetch(client)
+            answer = await fetch(client, path)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             if was_reached:
                 logger.warning("the launcher does not answer (%s): its workers stay listed", type(error).__name__)

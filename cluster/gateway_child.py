@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.following import POLL_TIMEOUT_S, LauncherSight, follow
+from tandem.cluster.following import POLL_TIMEOUT_S, WORKERS_PATH, LauncherSight, follow
 from tandem.cluster.http_server import StopSignals, running_server
 from tandem.cluster.listeners import share
 from tandem.cluster.logs import configure_logging
@@ -43,8 +43,8 @@ from tandem.workers.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S = 0.5
-"""The list is on the same machine."""
+FOLLOW_S = 0.2
+"""The list is on the same machine. Until it is read, a worker that is back is not known here."""
 PATIENCE_S = 3.0
 """The others answer meanwhile. If there are no workers, somebody must say so after all."""
 LOOK_S = 0.05
@@ -106,7 +106,7 @@ async def _serve(settings: ChildSettings) -> None:
         sight = LauncherSight()
         gateway.watch_control_plane(sight.reasons)
         following = asyncio.create_task(
-            follow(client, gateway.workers, poll_s=FOLLOW_S, sight=sight), name="follow the parent"
+            follow(client, gateway.workers, path=WORKERS_PATH, poll_s=FOLLOW_S, sight=sight), name="follow the parent"
         )
         stack.callback(following.cancel)
         stopping = asyncio.create_task(signals.stop.wait())

@@ -20,6 +20,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,6 +29,7 @@ from starlette.types import ASGIApp, Message
 
 from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.following import CLUSTER_PATH, WORKERS_PATH, ClusterAnswer
 from tandem.cluster.gateway_child import ChildSettings
 from tandem.cluster.gateway_process import LOOK_S, GatewayProcess
 from tandem.cluster.http_server import running_server
@@ -159,6 +161,9 @@ class GatewayPool(Gateway):
             status, shown = await _answered(own, request)
             return JSONResponse(shown | {"gateways": self._described()}, status)
 
+        async def workers(request: Request) -> Response:
+            return Response(msgspec.json.encode(ClusterAnswer.of(self)), media_type="application/json")
+
         async def trace(request: Request) -> Response:
             name = request.path_params["request_id"]
             answers = await asyncio.gather(
@@ -179,7 +184,8 @@ class GatewayPool(Gateway):
         return Starlette(
             routes=[
                 Route("/metrics", metrics),
-                Route("/cluster", cluster),
+                Route(CLUSTER_PATH, cluster),
+                Route(WORKERS_PATH, workers),
                 Route("/trace/{request_id}", trace),
                 Route("/ready", ready),
                 Mount("/", app=own),
