@@ -2,9 +2,8 @@
 
     hash the prompt's blocks -> ask the index, in a real server -> choose the workers -> put it on their accounts
 
-The workers are accounts without anybody behind them; the rest is the gateway's own code (`dispatch.Generation`). Every
-prompt is new: the first half is one of `NUM_DOCUMENTS` documents that some workers hold to different lengths, the rest
-was never seen. While decisions are made snapshots come in as often as they would at `RATE` requests per second.
+The workers are accounts without anybody behind them; the rest is the gateway's own code (`dispatch.Generation`). While
+decisions are made snapshots come in as often as they would at `RATE` requests per second.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,32 +22,20 @@ from typing import Any
 import redis
 
 from tandem.cluster.bench.cpu_use import busy_ticks
-from tandem.cluster.bench.router_workers import StandingWorkers
+from tandem.cluster.bench.router_scene import Scene, connected, decide, fill
 from tandem.cluster.bench.statistics import percentiles
 from tandem.cluster.collector import settled_collector
 from tandem.cluster.redis_server import EmbeddedRedis
-from tandem.router.config import GatewayConfig
 from tandem.router.dispatch import Dispatcher, Generation
 from tandem.router.index.reader import IndexReader
-from tandem.router.index.scripts import PUBLISH, index_prefix, owner_tag
-from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import PolicyName
-from tandem.workers.block_key import block_keys, root_key
-from tandem.workers.types import Request, SamplingParams
 
-NAMESPACE = "bench"
-KEY = b"cluster key of the bench"
 RATE = 99
 """Requests per second, to which CPU time is scaled."""
-NUM_DOCUMENTS = 16
-NUM_HOLDERS = 8
-"""Workers that hold a document, the first of them whole, the others to shorter and shorter lengths."""
 NUM_RUNNING = 64
 """Requests that are under way, and on the workers' accounts, at any time."""
-PUBLISH_BATCH = 2000
 SERVER_BYTES_PER_BLOCK = 64
 """Room for the index in the server, generously."""
-VOCAB_SIZE = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +102,14 @@ async def bench_router(options: RouterBenchOptions, on_progress: Callable[[str],
         server = EmbeddedRedis(Path(folder), max_memory_bytes=max_bytes)
         await server.start()
         try:
-            with _client(server.url) as client:
-                await asyncio.to_thread(_fill, client, options, on_progress)
+            with connected(server.url) as client:
+                await asyncio.to_thread(fill, client, options.num_blocks, options.seed, on_progress)
                 report = RouterReport(options, options.num_blocks, int(client.info("memory")["used_memory"]))
                 for num_workers, prompt_tokens in itertools.product(options.num_workers, options.prompt_tokens):
                     on_progress(f"{num_workers} workers, prompts of {prompt_tokens} tokens")
-                    bench = _Bench(options, server.url, client, num_workers, prompt_tokens)
+                    scene = Scene(client, num_workers, prompt_tokens, options.seed)
                     with settled_collector():
-                        report.cases.append(await bench.run())
+                        report.cases.append(await _Bench(options, server.url, client, scene).run())
         finally:
             await server.stop()
     return report
@@ -152,41 +137,20 @@ class _Moment:
 class _Bench:
     """One case."""
 
-    def __init__(
-        self, options: RouterBenchOptions, url: str, client: redis.Redis, num_workers: int, prompt_tokens: int
-    ) -> None:
+    def __init__(self, options: RouterBenchOptions, url: str, client: redis.Redis, scene: Scene) -> None:
         self._options = options
         self._url = url
         self._client = client
-        self._prompt_tokens = prompt_tokens
-        self._random = random.Random(options.seed)
-        self._workers = StandingWorkers(num_workers, self._random)
-        length = prompt_tokens // 2
-        self._documents = [self._tokens(length) for _ in range(NUM_DOCUMENTS)]
-        self._tail = self._tokens(prompt_tokens - length - 1)
+        self._scene = scene
 
     async def run(self) -> Case:
+        self._scene.publish()
         options = self._options
-        identity = self._workers.identity()
-        root = root_key(KEY, identity, "")
-        for document in self._documents:
-            self._publish_document(block_keys(KEY, root, document, identity.block_size))
-        index = IndexReader(self._url, namespace=NAMESPACE, budget_s=options.budget_s)
-        await index.start()
-        config = GatewayConfig(
-            model_name="bench",
-            tokenizer_folder=Path(),
-            max_model_len=1 << 20,
-            cluster_key=KEY,
-            router_policy=options.policy,
-        )
-        dispatcher = Dispatcher(config, self._workers, index, RouterMetrics(list))
-        try:
-            return await self._measure(dispatcher, index)
-        finally:
-            await index.stop()
+        async with self._scene.routing(self._url, budget_s=options.budget_s, policy=options.policy) as (router, index):
+            return await self._measure(router, index)
 
     async def _measure(self, dispatcher: Dispatcher, index: IndexReader) -> Case:
+        workers = self._scene.workers
         wall, cpu, hashing, choosing = [], [], [], []
         running: deque[Generation] = deque()
         num_warm_up = NUM_RUNNING
@@ -194,26 +158,22 @@ class _Bench:
         for number in range(num_warm_up + self._options.num_decisions):
             if number == num_warm_up:
                 server_began, num_late, began_at = self._server_cpu_s(), index.num_late, _Moment.now()
-            request = self._request(number)
-            self._workers.hear_some(RATE)
-            generation = Generation(dispatcher, request, timeout_s=600.0)
-            wall_began, cpu_began = time.perf_counter(), time.process_time()
-            await generation.look_up()
-            generation.book()
-            cpu_s, wall_s = time.process_time() - cpu_began, time.perf_counter() - wall_began
-            running.append(generation)
+            request = self._scene.request(number)
+            workers.hear_some(RATE)
+            decision = await decide(dispatcher, request)
+            running.append(decision.generation)
             if len(running) > NUM_RUNNING:
                 running.popleft().close()
             if number < num_warm_up:
                 continue
-            wall.append(wall_s)
-            cpu.append(cpu_s)
+            wall.append(decision.wall_s)
+            cpu.append(decision.cpu_s)
             if number % 4 == 0:
                 began = time.process_time()
                 dispatcher.block_keys(request)
                 hashing.append(time.process_time() - began)
                 began = time.process_time()
-                generation.predict()
+                decision.generation.predict()
                 choosing.append(time.process_time() - began)
         server_cpu_s = self._server_cpu_s() - server_began
         others = began_at.others_since(server_cpu_s)
@@ -223,8 +183,8 @@ class _Bench:
         hashes, choices = percentiles(hashing), percentiles(choosing)
         assert walls is not None and cpus is not None and hashes is not None and choices is not None  # noqa: PT018
         return Case(
-            num_workers=len(self._workers.ready()),
-            prompt_tokens=self._prompt_tokens,
+            num_workers=len(workers.ready()),
+            prompt_tokens=len(request.prompt_token_ids),
             wall_p50_s=walls.p50,
             wall_p99_s=walls.p99,
             cpu_mean_s=cpus.mean,
@@ -237,56 +197,9 @@ class _Bench:
             share_late=(index.num_late - num_late) / self._options.num_decisions,
         )
 
-    def _request(self, number: int) -> Request:
-        """A prompt that nobody has seen, behind one of the documents."""
-        document = self._documents[number % NUM_DOCUMENTS]
-        return Request(
-            request_id=f"{self._prompt_tokens}-{number}",
-            prompt_token_ids=(*document, number, *self._tail),
-            sampling=SamplingParams(max_tokens=64, seed=0),
-        )
-
-    def _tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self._random.choices(range(VOCAB_SIZE), k=count))
-
-    def _publish_document(self, keys: list[bytes]) -> None:
-        links = list(self._workers.ready())
-        for rank, link in enumerate(self._random.sample(links, min(NUM_HOLDERS, len(links)))):
-            _publish(self._client, (link.worker_id, link.address.epoch), keys[: max(1, len(keys) // (rank + 1))])
-
     def _server_cpu_s(self) -> float:
         usage: Any = self._client.info("cpu")
         return float(usage["used_cpu_user"]) + float(usage["used_cpu_sys"])
-
-
-@contextmanager
-def _client(url: str) -> Iterator[redis.Redis]:
-    client = redis.Redis.from_url(url, protocol=2, socket_timeout=60)
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-def _fill(client: redis.Redis, options: RouterBenchOptions, on_progress: Callable[[str], None]) -> None:
-    """Blocks that no prompt here asks for, held by 100 workers, one each."""
-    source = random.Random(options.seed)
-    for start in range(0, options.num_blocks, PUBLISH_BATCH):
-        count = min(PUBLISH_BATCH, options.num_blocks - start)
-        blob = source.randbytes(16 * count)
-        holder = (f"other-{start // PUBLISH_BATCH % 100}", 0)
-        _publish(client, holder, [blob[16 * number : 16 * number + 16] for number in range(count)])
-        if start % 500_000 == 0:
-            on_progress(f"filling the index: {start:,} of {options.num_blocks:,} blocks")
-
-
-def _publish(client: redis.Redis, holder: tuple[str, int], keys: list[bytes]) -> None:
-    """As a worker does, in its own words."""
-    for start in range(0, len(keys), PUBLISH_BATCH):
-        part = keys[start : start + PUBLISH_BATCH]
-        names = b"".join(key[:10] for key in part)
-        arguments: list[Any] = [owner_tag(holder), 1, 1, 3600, "era", b"\1" * len(part), names, b""]
-        client.eval(PUBLISH.source, 1, index_prefix(NAMESPACE), *arguments)
 
 
 __all__ = ["RATE", "Case", "RouterBenchOptions", "RouterReport", "bench_router"]

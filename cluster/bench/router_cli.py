@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from tandem.workers.errors import UserError
 
 if TYPE_CHECKING:
     from tandem.cluster.bench.router import Case, RouterReport
+    from tandem.cluster.bench.router_faults import FaultCase
 
 HEADINGS = (
     "workers", "tokens", "per s", "p50", "p99", "CPU", "least", "hash", "policy", "cores", "Redis", "late", "load"
@@ -24,6 +26,14 @@ LEGEND = (
     "Of one decision, in milliseconds: p50 and p99 on the clock; the gateway's CPU time, mean and least, and what "
     "hashing and the policy take of it; Redis's CPU time. per s: one after another. cores: the gateway's at "
     "99 requests/s. late: look-ups beyond the budget. load: cores that others kept busy."
+)
+FAULT_HEADINGS = (
+    "fault", "count", "p50 before", "p99", "p50 under", "p99", "max", "added p50", "added p99", "late", "whole after, s"
+)  # fmt: skip
+FAULT_LEGEND = (
+    "On the clock, in milliseconds, of decisions at 99 per second: in the window before the fault, and under it. late: "
+    "look-ups beyond the budget; after three Redis is not asked for a while. whole after: from the fault's end until "
+    "a look-up found what a worker had just published."
 )
 PolicyChoice = Literal["cost", "round-robin", "least-loaded", "prefix"]
 
@@ -39,12 +49,22 @@ def router(
     ] = "cost",
     seed: Annotated[int, typer.Option(help="Other prompts, other loads.")] = 0,
     json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file, or - .")] = None,
+    faults: Annotated[
+        bool,
+        typer.Option(
+            "--faults",
+            help="Instead: what a Redis that fails adds to a decision, for the first of --workers and --tokens.",
+        ),
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all faults.")] = 1,
 ) -> None:
     """Measure what a routing decision costs: hashing, the index in a real server, the policy, the books.
 
     tandem bench router --workers 100 --tokens 100000 --blocks 10000000
+    tandem bench router --faults --workers 100 --tokens 4000 --blocks 10000
     """
     from tandem.cluster.bench.router import RouterBenchOptions, bench_router
+    from tandem.cluster.bench.router_faults import bench_faults
 
     console = Console(stderr=True)
     try:
@@ -57,7 +77,13 @@ def router(
             policy=policy,
             seed=seed,
         )
-        report = asyncio.run(bench_router(options, lambda message: console.print(message, style="dim")))
+        say = partial(console.print, style="dim")
+        if faults:
+            cases = asyncio.run(bench_faults(options, say, rounds=rounds))
+            print_faults(cases, Console(stderr=json_path == "-"))
+            _put(json_path, msgspec.json.format(msgspec.json.encode([asdict(case) for case in cases])) + b"\n")
+            return
+        report = asyncio.run(bench_router(options, say))
         print_router_report(report, Console(stderr=json_path == "-"))
         if json_path == "-":
             sys.stdout.buffer.write(to_json(report))
@@ -102,6 +128,36 @@ def to_json(report: RouterReport) -> bytes:
         for case in report.cases
     ]
     return msgspec.json.format(msgspec.json.encode(asdict(report) | {"cases": cases}), indent=2) + b"\n"
+
+
+def print_faults(cases: list[FaultCase], console: Console) -> None:
+    table = Table(title="A decision while Redis fails", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading in FAULT_HEADINGS:
+        table.add_column(heading, justify="left" if heading == "fault" else "right", no_wrap=True)
+    for case in cases:
+        table.add_row(*fault_cells(case))
+    console.print(table)
+    console.print(FAULT_LEGEND, style="dim", highlight=False)
+
+
+def fault_cells(case: FaultCase) -> list[str]:
+    """One row of the table; times in milliseconds, the recovery in seconds."""
+    healthy, under = case.healthy, case.under_fault
+    seconds = (healthy.p50, healthy.p99, under.p50, under.p99, under.max or 0.0, case.added_p50_s, case.added_p99_s)
+    return [
+        case.fault,
+        f"{under.count}",
+        *(f"{1e3 * each:.2f}" for each in seconds),
+        f"{case.share_late:.1%}",
+        f"{case.recovery_s:.1f}",
+    ]
+
+
+def _put(path: str | None, content: bytes) -> None:
+    if path == "-":
+        sys.stdout.buffer.write(content)
+    elif path is not None:
+        write(path, content)
 
 
 def write(path: str, content: bytes) -> None:

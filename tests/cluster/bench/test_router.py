@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from tandem.cluster.bench.cli import bench_app
 from tandem.cluster.bench.router import RouterBenchOptions, bench_router
-from tandem.cluster.bench.router_cli import HEADINGS, cells, to_json
+from tandem.cluster.bench.router_cli import FAULT_HEADINGS, HEADINGS, cells, fault_cells, to_json
+from tandem.cluster.bench.router_faults import FAULTS, RECOVERY_S, bench_faults
 from tandem.router.policy import POLICIES, PolicyName
 
 
@@ -50,3 +51,20 @@ def test_numbers_must_be_numbers(numbers: str) -> None:
     done = CliRunner().invoke(bench_app, ["router", f"--workers={numbers}"])
     assert done.exit_code == 2
     assert "--workers must be numbers" in done.output
+
+
+async def test_every_fault_is_met_and_overcome() -> None:
+    """No times are judged here: a look-up may take as long as it likes."""
+    options = RouterBenchOptions(num_workers=(4,), prompt_tokens=(640,), num_blocks=300, budget_s=0.02)
+    told: list[str] = []
+    cases = await bench_faults(options, told.append, window_s=0.3)
+    assert [case.fault for case in cases] == list(FAULTS)
+    for case in cases:
+        assert case.healthy.count > 0
+        assert case.under_fault.count > 0
+        assert 0 < case.recovery_s < RECOVERY_S
+        assert len(fault_cells(case)) == len(FAULT_HEADINGS)
+    held_up = {case.fault: case.share_late for case in cases}
+    assert held_up["black hole"] > 0
+    assert held_up["2 s latency"] > 0
+    assert f"round 1: {FAULTS[0]}" in told
