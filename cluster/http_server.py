@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -45,8 +46,16 @@ class _Server(uvicorn.Server):
         yield
 
 
+def raise_file_limit() -> None:
+    """As many open files as this process may have without asking anybody: each connection is one, and the usual limit
+    of 1,024 is for interactive shells."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @asynccontextmanager
 async def running_server(app: ASGIApp, listener: socket) -> AsyncIterator[None]:
+    raise_file_limit()
     server = _Server(
         uvicorn.Config(
             app,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -99,9 +98,3 @@ async def obey(orders: Mapping[str, Order]) -> None:
 def _write(content: bytes) -> None:
     while content:
         content = content[os.write(sys.stdout.fileno(), content) :]
-
-
-def raise_file_limit() -> None:
-    """As many open files as this process may have without asking anybody."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

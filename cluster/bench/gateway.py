@@ -194,7 +194,7 @@ class _House:
         await self._workers.ask({"do": "pace", "step_s": None})
         await asyncio.sleep(min(0.3, duration_s))
         stamps = await self._workers.ask({"do": "stamps"})
-        way = ways(stamps, await self._load.ask({"do": "close"}), began.wall_s, ended.wall_s)
+        way = ways(stamps, await self._close(), began.wall_s, ended.wall_s)
         return self._streaming(rate, way, began, ended)
 
     def _streaming(self, rate: float, way: Way, began: ProcessMoment, ended: ProcessMoment) -> Streaming:
@@ -235,9 +235,8 @@ class _House:
         count = self._options.num_idle
         # what a gateway needs once, however many streams there are, is not theirs
         await self._open(min(200, count), first_events=2)
-        await self._load.ask({"do": "close"})
+        await self._close()
         await asyncio.sleep(SETTLE_S)
-        await self._gateway.ask({"do": "tidy"})
         before = resident_bytes(self._gateway.pid)
         opened_s = 0.0
 
@@ -251,7 +250,7 @@ class _House:
         health = await self._health_while(asyncio.sleep(self._options.idle_s))
         ended = self._now()
         bytes_per_stream = (resident_bytes(self._gateway.pid) - before) / count
-        await self._load.ask({"do": "close"})
+        await self._close()
         return Idle(
             num_streams=count,
             bytes_per_stream=bytes_per_stream,
@@ -275,6 +274,12 @@ class _House:
                 "first_events": first_events,
             }
         )
+
+    async def _close(self) -> Any:
+        """Hang up; the gateway has noticed when this returns."""
+        reads = await self._load.ask({"do": "close"})
+        await self._gateway.ask({"do": "rest"})
+        return reads
 
     async def _health_while(self, work: Any) -> Percentiles:
         """Ask for /health again and again until `work` is done; at least once."""

@@ -14,7 +14,8 @@ from typing import Any, cast
 import msgspec
 import uvloop
 
-from tandem.cluster.bench.children import obey, raise_file_limit
+from tandem.cluster.bench.children import obey
+from tandem.cluster.http_server import raise_file_limit
 from tandem.workers.errors import UserError
 
 START_TIMEOUT_S = 60.0

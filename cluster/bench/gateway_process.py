@@ -11,15 +11,18 @@ from typing import Any
 import msgspec
 import uvloop
 
-from tandem.cluster.bench.children import obey, raise_file_limit
+from tandem.cluster.bench.children import obey
 from tandem.cluster.http_server import running_server
 from tandem.cluster.listeners import bind
 from tandem.router.config import GatewayConfig
 from tandem.router.gateway import Gateway
 from tandem.workers.types import WorkerAddress
 
+REST_S = 60.0
+
 
 async def _main() -> None:
+    gateways: list[Gateway] = []
     async with AsyncExitStack() as stack:
 
         async def start(order: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +39,7 @@ async def _main() -> None:
                 request_timeout_s=3600.0,
             )
             gateway = Gateway(config)
+            gateways.append(gateway)
             await gateway.start()
             stack.push_async_callback(gateway.stop)
             for address in addresses:
@@ -45,14 +49,14 @@ async def _main() -> None:
             await stack.enter_async_context(running_server(gateway.app, listener))
             return {"port": listener.getsockname()[1]}
 
-        async def tidy(order: dict[str, Any]) -> None:
-            """Nothing that is measured from here on is garbage from before."""
+        async def rest(order: dict[str, Any]) -> None:
+            """Wait until nothing is in the house; nothing that is measured from here on is garbage from before."""
+            await gateways[0].admission.until_empty(REST_S)
             gc.collect()
 
-        await obey({"start": start, "tidy": tidy})
+        await obey({"start": start, "rest": rest})
 
 
 if __name__ == "__main__":
-    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_main())
