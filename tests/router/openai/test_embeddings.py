@@ -163,6 +163,15 @@ async def test_a_lost_worker_is_followed_by_another_and_at_last_by_who_decodes(o
     assert await house.outcomes() == {"ok": 1}
 
 
+async def test_who_refused_is_not_asked_again(open_house: Any) -> None:
+    house = await open_house(prefill=2)
+    refusing = house.workers["prefill-0"]
+    refusing.embedding = lambda message: Failed(request_id=message.request_id, message="no", retryable=True)
+    house.gateway.workers.get("prefill-1").account.charge(num_tokens=1_000_000)  # so it never is the first choice
+    assert (await house.http.post(PATH, json=ROUTE | {"input": [5]})).status_code == 200
+    assert (len(embeds(refusing)), len(embeds(house.workers["prefill-1"]))) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
     [

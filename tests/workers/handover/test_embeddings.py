@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -224,18 +225,29 @@ async def test_a_prefill_worker_that_dies_is_followed_by_another(bench: Any) -> 
     await bench.settled()
 
 
-async def test_cancelled_or_left_nothing_stays(bench: Any, asker: Any) -> None:
+async def test_cancelled_or_left_nothing_stays(bench: Any, asker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is read to its end for nobody."""
     worker = await bench.worker("prefill", "p", max_num_batched_tokens=32)
+    execute, num_steps = worker.engine.runner.execute, 0
+
+    def slowly(batch: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        time.sleep(0.01)
+        return execute(batch)
+
+    monkeypatch.setattr(worker.engine.runner, "execute", slowly)
     one, other = await asker(worker), await asker(worker)
     long = tuple(3 + n % 90 for n in range(1000))
     pending = one.ask("r", long)
     other.ask("r", long, salt="x")  # names are a connection's own
-    while worker.engine.counts().used < 10:  # noqa: ASYNC110
+    while num_steps < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     one.connection.send(Cancel(request_id="r"))
     other.reader.cancel()
     other.connection.abort()
     await bench.settled()
+    assert num_steps < 30, "each of them would take 32"
     assert not pending.done()
     assert await one.all_of([long[:20]], "after ")  # and the connection is good for more
     await bench.settled()
