@@ -45,11 +45,20 @@ from tandem.cluster.progress import StartProgress
 from tandem.cluster.ray_runtime import join_ray, prepare_environment, prepare_to_join, start_ray, stop_ray
 from tandem.cluster.ray_watch import RayLost, RayWatch, watch_of_this_ray
 from tandem.cluster.redis_server import EmbeddedRedis
-from tandem.cluster.resolve import ResolvedConfig, gateway_config, resolve, resolve_device, worker_configs
+from tandem.cluster.resolve import (
+    ROLES,
+    ResolvedConfig,
+    gateway_config,
+    reserve_configs,
+    resolve,
+    resolve_device,
+    worker_configs,
+)
+from tandem.cluster.scaling import follow_load
 from tandem.router.gateway import Gateway
 from tandem.router.health import can_serve
 from tandem.workers.errors import WorkerUnavailable
-from tandem.workers.types import WorkerAddress
+from tandem.workers.types import Role, WorkerAddress, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +191,7 @@ class _Cluster:
         address = self._config.address
         self._progress.phase("ray", "starting" if address is None else f"joining {address}")
         if address is None:
-            num_workers = sum(self._config.num_workers)
+            num_workers = sum(self._config.most_workers)
             num_gpus = num_workers if resolve_device(self._config.device) == "cuda" else 0
             # every worker has at least one thread, also where there are fewer cores than workers
             num_cpus = max(num_workers, os.cpu_count() or 1)
@@ -228,6 +237,7 @@ class _Cluster:
             worker_configs(resolved, self._key.secret, epoch=self._key.first_epoch),
             None if redis_url is None else IndexSettings(redis_url=redis_url, namespace=self._key.namespace),
             placement_of(resolved.cluster),
+            reserve=reserve_configs(resolved, self._key.secret, epoch=self._key.first_epoch),
             wait_ray=watch.wait_up,
             on_up=on_up,
             on_down=gateway.workers.remove,
@@ -245,9 +255,22 @@ class _Cluster:
         self._progress.done("gateway")
         self._is_starting = False
 
+        def snapshots() -> list[WorkerSnapshot]:
+            return [link.snapshot for link in gateway.workers.ready() if link.snapshot is not None]
+
+        if bounds := _growing_pools(resolved.cluster):
+            following = asyncio.create_task(follow_load(supervisor, snapshots, bounds), name="scaling")
+            self._stack.callback(following.cancel)
+
     def _on_phase(self, part: str, phase: str) -> None:
         if self._is_starting:  # later restarts of a worker are in the log
             self._progress.phase(part, phase)
+
+
+def _growing_pools(config: ClusterConfig) -> dict[Role, tuple[int, int]]:
+    """(least, most) workers of each pool that may change its size."""
+    counts = zip(ROLES, config.num_workers, config.most_workers, strict=True)
+    return {role: (least, most) for role, least, most in counts if least < most}
 
 
 # Parts with a beginning and an end

@@ -125,6 +125,13 @@ def serve(
     aggregated: Annotated[
         int, typer.Option(help="Workers that do both. Alone, there are no others.", rich_help_panel=POOLS)
     ] = 0,
+    prefill_max: Annotated[
+        int | None,
+        typer.Option(help="Grow that pool under load up to so many.", show_default="--prefill", rich_help_panel=POOLS),
+    ] = None,
+    decode_max: Annotated[
+        int | None, typer.Option(help="The same for decode.", show_default="--decode", rich_help_panel=POOLS)
+    ] = None,
     host: Annotated[str, typer.Option(help="Address of the public port.", rich_help_panel=NETWORK)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The API. 0: any free port.", rich_help_panel=NETWORK)] = 8000,
     admin_port: Annotated[

@@ -41,6 +41,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill: int | None = None
     decode: int | None = None
     aggregated: int = 0
+    prefill_max: int | None = None
+    decode_max: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     admin_port: int = 8001
@@ -140,7 +142,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         require(1 <= self.gateways <= MAX_GATEWAYS, "gateways", f"must be from 1 to {MAX_GATEWAYS}")
         if self.worker_host is not None:
             check_worker_host(self.worker_host)
-        num_workers = sum(self.num_workers)
+        num_workers = sum(self.most_workers)
         require(
             self.worker_ports is None or len(port_range(self.worker_ports, "--worker-ports")) >= num_workers,
             "worker_ports",
@@ -160,6 +162,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _require_workers(self) -> None:
         prefill, decode, aggregated = self.num_workers
+        for field, least in (("prefill_max", prefill), ("decode_max", decode)):
+            most = getattr(self, field)
+            if most is not None and not 1 <= least <= most:
+                raise UserError(
+                    f"{flag(field)} {most} must be at least {flag(field[:-4])}, which is {least}, at least 1"
+                )
         if prefill + decode + aggregated == 0:
             raise UserError("--prefill, --decode and --aggregated are all 0: a cluster needs a worker")
         if decode + aggregated == 0:
@@ -179,6 +187,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         prefill = self.prefill if self.prefill is not None else (1 if self.decode else absent)
         decode = self.decode if self.decode is not None else (1 if self.prefill else absent)
         return prefill, decode, self.aggregated
+
+    @property
+    def most_workers(self) -> tuple[int, int, int]:
+        """(prefill, decode, aggregated), where pools have grown as far as they may."""
+        prefill, decode, aggregated = self.num_workers
+        return self.prefill_max or prefill, self.decode_max or decode, aggregated
 
 
 def load_config(

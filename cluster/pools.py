@@ -57,7 +57,7 @@ class WorkerSlot:
         self.config = config
         self._index = index
         self._placement = placement
-        self._group = group
+        self.group = group
         self._bundle = bundle
         self._actor: Any = None
         self._process: WorkerProcess | None = None
@@ -124,7 +124,7 @@ class WorkerSlot:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=self._bundle)
+        place = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=self._bundle)
         return (
             cast(Any, ray.remote(WorkerActor))
             .options(
@@ -176,8 +176,8 @@ class Supervisor:
     """Starts all workers, keeps them alive, stops them.
 
     `on_up` and `on_down` tell the gateway who exists; `on_phase(worker_id, phase)` tells the user what goes on at the
-    start. All are called on the event loop. `wait_ray` waits while Ray's control plane is away: asked then, it would
-    block the loop, and with it every stream.
+    start. All are called on the event loop. `reserve` are the workers that `resize` may add. `wait_ray` waits while
+    Ray's control plane is away: asked then, it would block the loop, and with it every stream.
     """
 
     def __init__(
@@ -186,12 +186,14 @@ class Supervisor:
         index: IndexSettings | None,
         placement: Placement | None = None,
         *,
+        reserve: Sequence[WorkerConfig] = (),
         wait_ray: Callable[[], Awaitable[None]] = _always_there,
         on_up: Callable[[WorkerAddress], None],
         on_down: Callable[[str, int], None],
         on_phase: Callable[[str, str], None],
     ) -> None:
         self._configs = configs
+        self._reserve = list(reserve)
         self._index = index
         self._placement = placement or Placement()
         self._wait_ray = wait_ray
@@ -201,6 +203,9 @@ class Supervisor:
         self._slots: list[WorkerSlot] = []
         self._groups: list[Any] = []
         self._watches: list[asyncio.Task[None]] = []
+        self._is_abandoned = False
+        self._added: dict[str, asyncio.Task[None]] = {}
+        """By worker id, in the order in which `resize` added them: each from its place to its end."""
         self._telling: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -221,12 +226,54 @@ class Supervisor:
 
     async def abandon(self) -> None:
         """Instead of `stop`, where Ray is lost: nothing is asked of it any more. Its processes end by other hands."""
+        self._is_abandoned = True
         await self._stop_watching()
         self._slots.clear()
         self._groups.clear()
 
+    def num_workers(self, role: Role) -> int:
+        """That it keeps alive, or is about to."""
+        added = sum(worker_id.rpartition("-")[0] == role for worker_id in self._added)
+        return sum(config.role == role for config in self._configs) + added
+
+    async def resize(self, role: Role, count: int) -> None:
+        """Begin to add workers of the reserve, or end those that were added last. What `start` started stays."""
+        while self.num_workers(role) < count and (config := self._take_reserve(role)) is not None:
+            self._added[config.worker_id] = asyncio.create_task(self._serve_added(config), name=config.worker_id)
+        added = [worker_id for worker_id in self._added if worker_id.rpartition("-")[0] == role]
+        surplus = self.num_workers(role) - count
+        ending = [self._added[worker_id] for worker_id in added[::-1][: max(0, surplus)]]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    def _take_reserve(self, role: Role) -> WorkerConfig | None:
+        found = next((config for config in self._reserve if config.role == role), None)
+        if found is not None:
+            self._reserve.remove(found)
+        return found
+
+    async def _serve_added(self, config: WorkerConfig) -> None:
+        """One worker more, in a placement group of its own, until this is cancelled or it cannot be started."""
+        slots: list[WorkerSlot] = []
+        try:
+            slots += await self._place(config.role, [config])
+            await self._start_slot(slots[0])
+            await self._keep_alive(slots[0])
+        except TandemError as error:
+            logger.error("no worker more: %s", error)
+        finally:
+            del self._added[config.worker_id]
+            for slot in slots:
+                self._on_down(slot.config.worker_id, slot.config.epoch)
+                config = msgspec.structs.replace(slot.config, epoch=slot.config.epoch + 1)
+                if not self._is_abandoned:
+                    await slot.stop()
+                    self._remove_group(slot.group)
+            self._reserve.insert(0, config)
+
     async def _stop_watching(self) -> None:
-        tasks = [*self._watches, *self._telling]
+        tasks = [*self._watches, *self._added.values(), *self._telling]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -244,18 +291,26 @@ class Supervisor:
         try:
             async with asyncio.timeout(self._placement.timeout_s):
                 await group.ready()
+        except asyncio.CancelledError:
+            if not self._is_abandoned:
+                self._remove_group(group)  # nobody waits for this place any more
+            raise
         except (TimeoutError, RayError) as error:
+            self._remove_group(group)
             raise WorkerUnavailable(f"there is no room for {len(configs)} {role} workers with {bundles[0]}") from error
         return [
             WorkerSlot(config, self._index, self._placement, group, number) for number, config in enumerate(configs)
         ]
 
     def _remove_groups(self) -> None:
+        for group in list(self._groups):
+            self._remove_group(group)
+
+    def _remove_group(self, group: Any) -> None:
         import ray
 
-        for group in self._groups:
-            ray.util.remove_placement_group(group)
-        self._groups.clear()
+        ray.util.remove_placement_group(group)
+        self._groups.remove(group)
 
     async def _start_slot(self, slot: WorkerSlot) -> None:
         worker_id = slot.config.worker_id

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,8 @@ from tandem.router.config import GatewayConfig
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import UserError
 from tandem.workers.types import Role
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "aggregated")
 
 KV_MEMORY_SHARE = 0.25
 """Of the machine's memory, for the KV of all workers together: people have other programs open."""
@@ -160,17 +163,29 @@ def _num_cores() -> int:
 
 def worker_configs(resolved: ResolvedConfig, cluster_key: bytes, *, epoch: int = 0) -> list[WorkerConfig]:
     """One per worker, in the order prefill, decode, aggregated; all of this epoch."""
-    roles: tuple[Role, ...] = ("prefill", "decode", "aggregated")
-    names = [
-        (role, f"{role}-{number}")
-        for role, count in zip(roles, resolved.cluster.num_workers, strict=True)
-        for number in range(count)
-    ]
+    counts = zip(ROLES, resolved.cluster.num_workers, strict=True)
+    names = [(role, number) for role, count in counts for number in range(count)]
+    return _configs_of(resolved, cluster_key, names, epoch=epoch, first_port=0)
+
+
+def reserve_configs(resolved: ResolvedConfig, cluster_key: bytes, *, epoch: int = 0) -> list[WorkerConfig]:
+    """Of the workers that pools may grow by, in the order in which they come."""
+    counts = list(zip(ROLES, resolved.cluster.num_workers, resolved.cluster.most_workers, strict=True))
+    names = [(role, number) for role, least, most in counts for number in range(least, most)]
+    first_port = sum(resolved.cluster.num_workers)
+    return _configs_of(resolved, cluster_key, names, epoch=epoch, first_port=first_port)
+
+
+def _configs_of(
+    resolved: ResolvedConfig, cluster_key: bytes, names: Sequence[tuple[Role, int]], *, epoch: int, first_port: int
+) -> list[WorkerConfig]:
     ports = port_range(resolved.cluster.worker_ports, "--worker-ports")
     return [
         # a port of its own for each, also where several share a machine; 0 is any
-        _worker_config(resolved, cluster_key, role, name, epoch=epoch, port=ports[index] if ports.start else 0)
-        for index, (role, name) in enumerate(names)
+        _worker_config(
+            resolved, cluster_key, role, f"{role}-{number}", epoch=epoch, port=ports[index] if ports.start else 0
+        )
+        for index, (role, number) in enumerate(names, first_port)
     ]
 
 
@@ -197,7 +212,7 @@ def _worker_config(
         kv_disk_path=None if cluster.kv_disk_path is None else Path(cluster.kv_disk_path).absolute(),
         kv_disk_bytes=cluster.kv_disk_bytes or 0,
         # alone it has nobody to exchange KV with
-        transfer="local" if sum(cluster.num_workers) == 1 else cluster.transfer,
+        transfer="local" if sum(cluster.most_workers) == 1 else cluster.transfer,
         num_threads=resolved.num_threads,
         seed=cluster.seed,
         tuning_file=cache_folder() / TUNING_FILE,

@@ -10,7 +10,7 @@ import pytest
 from tandem.cluster import resolve as resolve_module
 from tandem.cluster.config import ClusterConfig, load_config
 from tandem.cluster.model_source import ResolvedModel
-from tandem.cluster.resolve import gateway_config, resolve, worker_configs
+from tandem.cluster.resolve import gateway_config, reserve_configs, resolve, worker_configs
 from tandem.workers.errors import UserError
 from tandem.workers.models.config import ModelConfig, RopeConfig
 
@@ -79,6 +79,9 @@ def test_how_many_workers_are_started(asked: dict[str, int], workers: tuple[int,
         ({"api_key": ("good", "")}, "--api-key must not be empty"),
         ({"transfer": "local"}, "--transfer local"),
         ({"transfer": "local", "aggregated": 2}, "--transfer local"),
+        ({"decode": 3, "decode_max": 2}, "--decode-max 2 must be at least --decode, which is 3"),
+        ({"aggregated": 1, "prefill_max": 2}, "--prefill-max 2 must be at least --prefill, which is 0"),
+        ({"decode": 1, "decode_max": 9, "worker_ports": "7400-7405"}, "--worker-ports must hold a port for each of 10"),
     ],
 )
 def test_a_mistake_is_named_by_its_flag(fields: dict[str, Any], message: str) -> None:
@@ -110,6 +113,15 @@ def test_a_single_worker_gets_all_cores() -> None:
     (worker,) = worker_configs(resolved(aggregated=1), b"key")
     assert (worker.role, worker.num_threads) == ("aggregated", 4)
     assert worker.transfer == "local", "nobody to exchange KV with"
+
+
+def test_workers_that_may_come_have_names_and_ports_of_their_own() -> None:
+    growing = resolved(prefill=1, decode=2, prefill_max=2, decode_max=4, worker_ports="7400-7405")
+    first, later = worker_configs(growing, b"key"), reserve_configs(growing, b"key")
+    assert [worker.worker_id for worker in first] == ["prefill-0", "decode-0", "decode-1"]
+    assert [worker.worker_id for worker in later] == ["prefill-1", "decode-2", "decode-3"]
+    assert [worker.port for worker in first + later] == list(range(7400, 7406))
+    assert reserve_configs(resolved(prefill=1, decode=2), b"key") == []
 
 
 def test_several_aggregated_workers_can_fetch_from_each_other() -> None:

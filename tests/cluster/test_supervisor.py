@@ -21,6 +21,7 @@ class FakeSlot:
 
     def __init__(self, config: WorkerConfig, failures: dict[int, Exception] | None = None) -> None:
         self.config = config
+        self.group = f"of {config.worker_id}"
         self.failures = failures or {}
         self.started: list[int] = []
         self.is_stopped = False
@@ -170,6 +171,68 @@ async def test_what_a_worker_said_last_is_told_with_its_end(caplog: pytest.LogCa
         "decode-0 epoch 0 has ended: RuntimeError: no room\n  | Traceback\n  |   line\n  | RuntimeError: no room"
     )
     assert told.__dict__["fields"] == {"worker": "decode-0", "epoch": 0}
+
+
+def growing(story: Story, monkeypatch: pytest.MonkeyPatch, **failures: Exception) -> dict[str, FakeSlot]:
+    """A supervisor with three workers in reserve. Returns the slots that get a place, as they get it."""
+    placed: dict[str, FakeSlot] = {}
+    supervisor = story.supervisor
+    supervisor._configs = [config("decode-0")]
+    supervisor._reserve = [config(f"decode-{number}") for number in (1, 2, 3)]
+
+    async def place(role: str, configs: list[WorkerConfig]) -> list[FakeSlot]:
+        (given,) = configs
+        if given.worker_id in failures:
+            raise failures.pop(given.worker_id)
+        slot = placed[given.worker_id] = FakeSlot(given)
+        return [slot]
+
+    monkeypatch.setattr(supervisor, "_place", place)
+    monkeypatch.setattr(supervisor, "_remove_group", lambda group: story.told.append(("group", group, 0)))
+    return placed
+
+
+async def test_a_pool_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story([])
+    placed, supervisor = growing(story, monkeypatch), story.supervisor
+    await supervisor.resize("decode", 3)
+    assert supervisor.num_workers("decode") == 3
+    await story.told_of(("up", "decode-1", 0), ("up", "decode-2", 0))
+    story.told.clear()
+    placed["decode-1"].die()  # what was added is kept alive, too
+    await story.told_of(("down", "decode-1", 0), ("up", "decode-1", 1))
+    story.told.clear()
+    await supervisor.resize("decode", 1)
+    assert story.told == [
+        *(("down", "decode-2", 0), ("group", "of decode-2", 0)),
+        *(("down", "decode-1", 1), ("group", "of decode-1", 0)),
+    ]
+    assert placed["decode-2"].is_stopped
+    story.told.clear()
+    await supervisor.resize("decode", 0)  # what was started first stays
+    assert supervisor.num_workers("decode") == 1
+    await supervisor.resize("decode", 9)  # all of the reserve
+    assert supervisor.num_workers("decode") == 4
+    async with asyncio.timeout(5):
+        while len(story.told) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert sorted(story.told) == [("up", "decode-1", 2), ("up", "decode-2", 1), ("up", "decode-3", 0)]
+    await supervisor.stop()
+    assert all(slot.is_stopped for slot in placed.values())
+
+
+async def test_a_pool_that_finds_no_place_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story([])
+    growing(story, monkeypatch, **{"decode-1": WorkerUnavailable("there is no room")})
+    supervisor = story.supervisor
+    await supervisor.resize("decode", 2)
+    async with asyncio.timeout(5):
+        while supervisor.num_workers("decode") != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    await supervisor.resize("decode", 2)  # and is asked for again
+    await story.told_of(("up", "decode-1", 0))
+    await supervisor.abandon()  # Ray is lost: nothing is asked of it
+    assert [what for what, *_ in story.told] == ["up", "down"]
 
 
 def test_the_fake_has_the_methods_of_the_real_slot() -> None:

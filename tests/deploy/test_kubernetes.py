@@ -122,6 +122,7 @@ def test_each_worker_has_a_pod_to_be_placed_on(overlay: str, tmp_path: Path) -> 
     for role, count in zip(("prefill", "decode"), config.num_workers, strict=False):
         parameters = groups[role]["rayStartParams"]
         assert groups[role]["replicas"] == count
+        assert count < getattr(config, f"{role}_max") <= groups[role]["maxReplicas"], "pods for a pool that grows"
         assert yaml.safe_load(yaml.safe_load(parameters["resources"])) == {role: 1}
         assert int(parameters["num-cpus"]) == config.worker_threads
         wanted = getattr(config, f"{role}_resources")
