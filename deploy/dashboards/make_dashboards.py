@@ -58,6 +58,20 @@ CACHED = (
 )
 BLOCKS = "sum by (state) (max by (role, worker, state) (tandem_kv_blocks))"
 IN_FLIGHT = [("in flight", "sum(tandem_requests_in_flight)"), ("held back", "sum(tandem_requests_held_back)")]
+UP = [("index, {{pod}}", "tandem_prefix_index_up"), ("Ray, {{pod}}", "tandem_control_plane_up")]
+ODDS = [
+    ("embeddings", "sum(rate(tandem_embeddings_total[5m]))"),
+    ("pauses", "sum(rate(tandem_slow_reader_pauses_total[5m]))"),
+]
+STEPS = [
+    ("{{role}} {{how}}", "max by (role, how) (rate(tandem_steps_total[5m]))"),
+    ("{{role}} {{order}}", "max by (role, order) (rate(tandem_steps_decided_total[5m]))"),
+]
+LOST_OF_TIERS = [
+    ("{{tier}} dropped", "max by (tier) (rate(tandem_kv_tier_dropped_blocks_total[5m]))"),
+    ("{{tier}} evicted", "max by (tier) (rate(tandem_kv_tier_evicted_blocks_total[5m]))"),
+    ("{{tier}} {{reason}}", "max by (tier, reason) (rate(tandem_kv_tier_failures_total[5m]))"),
+]
 QUARANTINED = '{state="quarantined"}'
 
 OVERVIEW = [
@@ -79,7 +93,14 @@ OVERVIEW = [
     [
         Panel("Where prompts are read", "reqps", per_second("tandem_prefills_total", "path")),
         Panel("Requests moved off a worker", "reqps", per_second("tandem_migrations_total", "reason")),
-        Panel("Prefix index answers", "short", [("{{pod}}", "tandem_prefix_index_up")]),
+        Panel("Prefix index and Ray answer", "short", UP),
+    ],
+    [
+        Panel(
+            "First token, of what was predicted", "percentunit", quantiles("tandem_time_to_first_token_over_predicted")
+        ),
+        Panel("Predicted time to first token", "s", quantiles("tandem_predicted_time_to_first_token_seconds")),
+        Panel("Embeddings, and clients that read too slowly", "reqps", ODDS),
     ],
 ]
 
@@ -105,6 +126,18 @@ WORKERS = [
             "Transfers that failed", "short", of_workers("tandem_kv_transfer_failures_total", "reason", is_rate=True)
         ),
         Panel("Router's decision", "s", quantiles("tandem_router_decision_seconds")),
+    ],
+    [
+        Panel("Blocks below the pool", "short", of_workers("tandem_kv_tier_blocks", "tier", "worker")),
+        Panel(
+            "KV to and from tiers", "Bps", of_workers("tandem_kv_tier_bytes_total", "tier", "direction", is_rate=True)
+        ),
+        Panel("Blocks that tiers lost", "short", LOST_OF_TIERS),
+    ],
+    [
+        Panel("Fetches from peers", "reqps", of_workers("tandem_kv_fetches_total", "outcome", is_rate=True)),
+        Panel("Promises that nobody ended", "short", of_workers("tandem_leases_expired_total", is_rate=True)),
+        Panel("Steps, by how they ran, and were decided", "short", STEPS),
     ],
 ]
 

@@ -37,7 +37,8 @@ def exported() -> set[str]:
             _, _, name, kind = line.split()
             names |= {name} if kind != "histogram" else {f"{name}_{part}" for part in ("bucket", "sum", "count")}
     counted = "".join(path.read_text() for path in (ROOT / "workers").rglob("*.py"))
-    return names | {f"tandem_{name}" for name in re.findall(r'metrics\.count\(\s*"([a-z_]+)"', counted)}
+    found = re.findall(r'metrics\.count\(\s*"([a-z_]+)"', counted) + re.findall(r"f'([a-z_]+)\{\{role=", counted)
+    return names | {f"tandem_{name}" for name in found}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -65,6 +66,16 @@ def test_every_metric_that_is_asked_for_is_exported() -> None:
     asked = set().union(*(names_in(expression) for expression in expressions))
     assert len(asked) > 20
     assert asked - recorded - exported() == set()
+
+
+def test_every_metric_is_on_a_board_or_in_a_rule() -> None:
+    shown = set().union(*(names_in(rule["expr"]) for rule in rules()))
+    for path in DASHBOARDS.glob("*.json"):
+        panels = json.loads(path.read_text())["panels"]
+        shown |= {name for panel in panels for target in panel["targets"] for name in names_in(target["expr"])}
+    parts = re.compile(r"_(bucket|sum|count)$")
+    ours = {parts.sub("", name) for name in exported() if name.startswith("tandem_") and not name.endswith("_created")}
+    assert ours - {parts.sub("", name) for name in shown} == {"tandem_requests_started_total"}, "= ended + in flight"
 
 
 def test_the_scaler_asks_for_a_metric_of_gateways() -> None:
