@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 BUDGET_S = 430.0
-SHARES_S = {"attention": 100.0, "products": 80.0, "models": 80.0}
+SHARES_S = {"attention": 100.0, "products": 80.0, "models": 80.0, "overlap": 60.0}
 """Of the checks that could take it all. The others are short, and the timings come last."""
 
 
@@ -33,11 +33,12 @@ def main() -> int:
     import torch
     from model_checks import models
     from op_checks import attention, norms_and_embedding, products, sampling
+    from overlap_checks import overlap
     from report import Check, Context, Row, table
     from timings import timings
     from transfer_checks import transfer
 
-    checks: tuple[Check, ...] = (norms_and_embedding, sampling, transfer, products, attention, models, timings)
+    checks: tuple[Check, ...] = (norms_and_embedding, sampling, transfer, products, attention, models, overlap, timings)
     wanted = [check for check in checks if not options.only or check.__name__ in options.only]
     if options.dry_run:
         sys.stdout.write("".join(f"{check.__name__}\n" for check in wanted))

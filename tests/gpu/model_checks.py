@@ -81,7 +81,7 @@ def _item(index: int, tokens: Sequence[int], start: int, end: int, num_prompt: i
     per_sequence = MAX_MODEL_LEN // BLOCK_SIZE
     blocks = tuple(range(index * per_sequence, (index + 1) * per_sequence))
     return BatchItem(
-        tuple(tokens[start:end]), start, blocks, SampleSpec(params, 0, end, num_prompt, tuple(tokens[:end]))
+        tuple(tokens[start:end]), start, blocks, SampleSpec(params, 0, end, tuple(tokens[:end]), num_prompt)
     )
 
 

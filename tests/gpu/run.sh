@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that only a GPU can show, on a machine with one: tests/gpu/run.sh [--dry-run] [--only NAME ...]
-# Needs Python 3.11 with torch for CUDA, triton, numpy, msgspec, xxhash and nixl; takes nothing from the network.
+# Needs Python 3.11 with torch for CUDA, triton, numpy, msgspec, xxhash, llguidance and nixl; takes nothing from the network.
 # Uses PYTHON, or .venv, or python3. Prints one table; writes it as $OUT/gpu.md, too, when OUT is set.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

@@ -120,7 +120,7 @@ def qwen_config() -> ModelConfig:
 def _steps(context: Context, read: float) -> Iterator[Row]:
     """Recorded decode steps of a random model, sampling included, before and after tuning."""
     config = qwen_config()
-    weights = _weights(config)
+    weights = random_weights(config)
     max_seqs, max_len = 32, 1024
     num_bytes = 2 * (
         sum(one.numel() for layer in weights.layers for one in _tensors(layer)) + weights.embedding.numel()
@@ -141,7 +141,7 @@ def _steps(context: Context, read: float) -> Iterator[Row]:
             yield Row("tuning", "Qwen2.5-1.5B shape, 60 s", "measured", f"{report.count('measured')} measured")
         runner.record()
         for num_seqs in (1, 8, 32):
-            taken = _replay_seconds(runner, num_seqs)
+            taken = replay_seconds(runner, num_seqs)
             share = 100 * num_bytes / read / taken
             case = f"decode step, {num_seqs} sequences, {'tuned' if tuned else 'defaults'}"
             detail = f"{taken * 1e3:.2f} ms, {num_seqs / taken:.0f} tokens/s, weights alone {share:.0f} % of it"
@@ -150,7 +150,7 @@ def _steps(context: Context, read: float) -> Iterator[Row]:
               f"{runner.num_ops_per_decode_step}; 9 x 28 + 6 = {9 * 28 + 6}")  # fmt: skip
 
 
-def _replay_seconds(runner: ModelRunner, num_seqs: int) -> float:
+def replay_seconds(runner: ModelRunner, num_seqs: int) -> float:
     """One replay at short contexts, by the device's clock."""
     decode = runner._decode
     assert decode is not None
@@ -173,7 +173,7 @@ def _tensors(layer: LayerWeights) -> tuple[Tensor, ...]:
     return (layer.qkv, layer.output, layer.gate_up, layer.down)
 
 
-def _weights(config: ModelConfig) -> ModelWeights:
+def random_weights(config: ModelConfig) -> ModelWeights:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=_DTYPE) * shape[-1] ** -0.5
 

@@ -20,7 +20,7 @@ def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_lists_the_checks(tmp_path: Path) -> None:
     done = run(tmp_path, "--dry-run")
     assert done.returncode == 0, done.stderr
-    expected = ["norms_and_embedding", "sampling", "transfer", "products", "attention", "models", "timings"]
+    expected = ["norms_and_embedding", "sampling", "transfer", "products", "attention", "models", "overlap", "timings"]
     assert done.stdout.split() == expected
 
 

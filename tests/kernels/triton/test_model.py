@@ -65,7 +65,7 @@ def make_runner(ops: Ops, dtype: torch.dtype, num_layers: int = CONFIG.num_layer
 def item(index: int, tokens: list[int], start: int, end: int) -> BatchItem:
     """Tokens start to end of sequence `index`; the next one is sampled."""
     params = SamplingParams(max_tokens=9, seed=index, temperature=(0.0, 1.0, 0.8)[index], top_p=0.9, num_logprobs=2)
-    sample = SampleSpec(params, 0, end, len(PROMPTS[index]), tuple(tokens[:end]))
+    sample = SampleSpec(params, 0, end, tuple(tokens[:end]), len(PROMPTS[index]))
     blocks = tuple(range(index * BLOCKS_PER_SEQUENCE, (index + 1) * BLOCKS_PER_SEQUENCE))
     return BatchItem(tuple(tokens[start:end]), start, blocks, sample)
 

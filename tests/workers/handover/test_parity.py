@@ -79,6 +79,18 @@ async def test_every_way_gives_the_same(bench: Any, requests: list[Request]) -> 
                     )
                     expected = outcomes if expected is None else expected
                     assert outcomes == expected, name
+    sizes = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": 16 << 20}
+    for mode in ("aggregated", "disaggregated"):  # steps that overlap, on both workers
+        workers = [await bench.worker("aggregated" if mode == "aggregated" else "decode", f"o-{mode}", **sizes)]
+        if mode == "disaggregated":
+            workers.append(await bench.worker("prefill", "o-prefill", **sizes))
+        for worker in workers:
+            worker.engine.overlaps = True
+        gateway = await bench.gateway(workers[0])
+        prefill = None if mode == "aggregated" else workers[1].address
+        for temperature_of_cache in ("cold", "cached"):
+            assert await ask_all(gateway, prefill, requests, 16, f"{mode} {temperature_of_cache}") == expected, mode
+        assert all(worker.engine.step_orders["ahead"] > 5 for worker in workers), "they did not overlap"
     await bench.settled()
 
 
