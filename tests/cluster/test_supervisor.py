@@ -25,6 +25,7 @@ class FakeSlot:
         self.failures = failures or {}
         self.started: list[int] = []
         self.is_stopped = False
+        self.num_kills = 0
         self.end = WorkerEnd("killed")
         self._death = asyncio.Event()
 
@@ -53,7 +54,7 @@ class FakeSlot:
         self.is_stopped = True
 
     def kill(self) -> None:
-        pass
+        self.num_kills += 1
 
 
 class Story:
@@ -78,8 +79,11 @@ class Story:
         await self.ray_is_up.wait()
 
     async def told_of(self, *expected: tuple[str, str, int]) -> None:
+        await self.until(lambda: self.told == list(expected))
+
+    async def until(self, question: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
-            while self.told != list(expected):  # noqa: ASYNC110
+            while not question():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
 
@@ -140,9 +144,25 @@ async def test_without_ray_nobody_is_replaced_until_it_is_back() -> None:
     slot.die()
     await story.told_of(("up", "decode-0", 0), ("down", "decode-0", 0))
     await asyncio.sleep(0.05)
-    assert slot.started == [0]
+    assert (slot.started, slot.num_kills) == ([0], 0)
     story.ray_is_up.set()
     await story.told_of(*story.told[:2], ("up", "decode-0", 1))
+    await story.supervisor.stop()
+
+
+async def test_a_ray_that_goes_while_it_is_tried_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = FakeSlot(config("decode-0"), {1: WorkerUnavailable("no Ray")})
+    story = Story([slot])
+    await story.supervisor.start()
+    monkeypatch.setattr(slot, "kill", story.ray_is_up.clear)  # as it cleans up after the attempt that failed
+    slot.die()
+    await story.until(lambda: not story.ray_is_up.is_set())  # before the first attempt
+    story.ray_is_up.set()
+    await story.until(lambda: not story.ray_is_up.is_set())  # after it
+    await asyncio.sleep(0.1)
+    assert slot.started == [0, 1]
+    story.ray_is_up.set()
+    await story.told_of(("up", "decode-0", 0), ("down", "decode-0", 0), ("up", "decode-0", 2))
     await story.supervisor.stop()
 
 
