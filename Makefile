@@ -47,8 +47,8 @@ install: .venv/.installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer: make PYTHON=...")'
 	@echo "installing into .venv from requirements.lock: some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c requirements.lock torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
