@@ -117,25 +117,25 @@ async def bench_gateway(options: GatewayBenchOptions, on_progress: Callable[[str
     """Raises `UserError`."""
     tokenizer = await asyncio.to_thread(Tokenizer, options.tokenizer_folder)
     report = GatewayReport(options)
-    async with _house(options, tokenizer) as house:
+    async with house(options, tokenizer) as measured:
         on_progress(f"{options.num_streams} streams at {options.rate:,.0f} tokens/s")
-        await house.stream(options.rate, min(1.0, options.duration_s))  # warm-up
-        full = await house.stream(options.rate, options.duration_s)
+        await measured.stream(options.rate, min(1.0, options.duration_s))  # warm-up
+        full = await measured.stream(options.rate, options.duration_s)
         half = 0.5 * full.tokens_per_core_s
         on_progress(f"the same at half of what one core can do, {half:,.0f} tokens/s")
-        report.streaming += [full, await house.stream(half, options.duration_s)]
+        report.streaming += [full, await measured.stream(half, options.duration_s)]
         for count in options.prompt_tokens:
             on_progress(f"requests of {count:,} tokens")
-            report.requests.append(await house.requests(tokenizer, count))
+            report.requests.append(await measured.requests(tokenizer, count))
     if options.num_idle:
-        async with _house(options, tokenizer) as house:
+        async with house(options, tokenizer) as measured:
             on_progress(f"{options.num_idle:,} idle streams")
-            report.idle = await house.idle()
+            report.idle = await measured.idle()
     return report
 
 
 @asynccontextmanager
-async def _house(options: GatewayBenchOptions, tokenizer: Tokenizer) -> AsyncIterator[_House]:
+async def house(options: GatewayBenchOptions, tokenizer: Tokenizer) -> AsyncIterator[House]:
     """A gateway with its workers and its clients."""
     key = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
@@ -165,10 +165,10 @@ async def _house(options: GatewayBenchOptions, tokenizer: Tokenizer) -> AsyncIte
                 "max_in_flight": max(1024, 2 * options.num_idle),
             }
         )
-        yield _House(options, workers, load, gateway, served["port"])
+        yield House(options, workers, load, gateway, served["port"])
 
 
-class _House:
+class House:
     """The processes, and what is measured on them."""
 
     def __init__(self, options: GatewayBenchOptions, workers: Child, load: Child, gateway: Child, port: int) -> None:
@@ -176,7 +176,17 @@ class _House:
         self._workers = workers
         self._load = load
         self._gateway = gateway
-        self._port = port
+        self.port = port
+
+    @property
+    def pid(self) -> int:
+        """Of the gateway."""
+        return self._gateway.pid
+
+    async def pace(self, rate: float | None) -> None:
+        """Tokens per second, for all streams together. None: silence."""
+        step_s = None if rate is None else self._options.num_streams / rate
+        await self._workers.ask({"do": "pace", "step_s": step_s})
 
     def _now(self) -> ProcessMoment:
         return ProcessMoment.of(self._gateway.pid, (self._workers.pid, self._load.pid))
@@ -186,12 +196,12 @@ class _House:
         options = self._options
         await self._workers.ask({"do": "stamps"})  # what was before is no longer of interest
         await self._open(options.num_streams, first_events=2)
-        await self._workers.ask({"do": "pace", "step_s": options.num_streams / rate})
+        await self.pace(rate)
         await asyncio.sleep(min(0.3, duration_s))
         began = self._now()
         await asyncio.sleep(duration_s)
         ended = self._now()
-        await self._workers.ask({"do": "pace", "step_s": None})
+        await self.pace(None)
         await asyncio.sleep(min(0.3, duration_s))
         stamps = await self._workers.ask({"do": "stamps"})
         way = ways(stamps, await self._close(), began.wall_s, ended.wall_s)
@@ -217,7 +227,7 @@ class _House:
     async def requests(self, tokenizer: Tokenizer, prompt_tokens: int) -> Requests:
         """Whole requests of this length, beside the parts that they are made of."""
         rounds = self._options.num_requests
-        order = {"do": "repeat", "host": HOST, "port": self._port, "model": MODEL, "words": words(prompt_tokens)}
+        order = {"do": "repeat", "host": HOST, "port": self.port, "model": MODEL, "words": words(prompt_tokens)}
         await self._load.ask(order | {"requests": max(1, rounds // 10)})
         cpu_s, wall_s = [], []
         for _ in range(WHOLE_REQUESTS_PER_ROUND):
@@ -265,7 +275,7 @@ class _House:
             {
                 "do": "open",
                 "host": HOST,
-                "port": self._port,
+                "port": self.port,
                 "model": MODEL,
                 "words": words(STREAMED_PROMPT_TOKENS),
                 "max_tokens": MAX_MODEL_LEN // 2,
@@ -283,7 +293,7 @@ class _House:
 
     async def _health_while(self, work: Any) -> Percentiles:
         """Ask for /health again and again until `work` is done; at least once."""
-        reader, writer = await asyncio.open_connection(HOST, self._port)
+        reader, writer = await asyncio.open_connection(HOST, self.port)
         task = asyncio.ensure_future(work)
         taken: list[float] = []
         try:
