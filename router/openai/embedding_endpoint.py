@@ -23,8 +23,8 @@ from tandem.router.window import Window
 from tandem.workers.errors import RequestError
 from tandem.workers.types import Request
 
-MAX_AT_ONCE = 256
-"""Inputs of one request that workers have at the same time."""
+MAX_AT_ONCE = 64
+"""Inputs of one request that workers have at the same time; so many sequences it counts for at the door."""
 STEPS_AHEAD = 2
 """How many steps' worth of tokens each reader is given at a time: one that it computes and one that is ready. More
 would only make those wait who come later."""
@@ -47,9 +47,10 @@ class EmbeddingEndpoint(Endpoint):
         requests = plan.requests(
             exchange.unique_id, cache_salt(house.config.cluster_key, exchange.caller, plan.cache_salt)
         )
-        with house.admission.admit(min(len(requests), MAX_AT_ONCE), plan.num_tokens):
+        num_at_once = min(len(requests), MAX_AT_ONCE, house.config.max_in_flight)
+        with house.admission.admit(num_at_once, plan.num_tokens):
             exchange.is_admitted = True
-            reads, shown = await self._read_all(house, plan, requests)
+            reads, shown = await self._read_all(house, plan, requests, num_at_once)
         headers = [("x-request-id", exchange.request_id), *trace_headers(), ("x-tandem-prefill-worker", _names(reads))]
         usage = {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}
         answer = {"object": "list", "data": shown, "model": house.config.model_name, "usage": usage}
@@ -61,11 +62,11 @@ class EmbeddingEndpoint(Endpoint):
         return asked.plan(house.tokenizer, house.config, house.pooling)
 
     async def _read_all(
-        self, house: House, plan: EmbeddingPlan, requests: Sequence[Request]
+        self, house: House, plan: EmbeddingPlan, requests: Sequence[Request], num_at_once: int
     ) -> tuple[list[Read], list[msgspec.Raw]]:
         """The first error ends the others and is raised. Each is written as it comes: a large answer is made in small
         pieces."""
-        window, uses_cache = Window(_room(house), MAX_AT_ONCE), not house.pooling.reads_whole
+        window, uses_cache = Window(_room(house), num_at_once), not house.pooling.reads_whole
 
         async def read(position: int, request: Request) -> tuple[Read, msgspec.Raw]:
             async with window.holding(len(request.prompt_token_ids)):

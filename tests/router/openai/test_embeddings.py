@@ -203,9 +203,12 @@ async def test_a_client_that_leaves_cancels_what_it_asked_for(open_house: Any) -
     assert link.account.num_prefill_tokens == house.gateway.admission.num_prompt_tokens == 0
 
 
-async def test_a_large_request_gives_workers_no_more_than_they_need(open_house: Any) -> None:
+@pytest.mark.parametrize(("settings", "expected"), [({}, 10), ({"max_in_flight": 3}, 3)])
+async def test_a_large_request_gives_workers_no_more_than_they_need(
+    open_house: Any, settings: Any, expected: int
+) -> None:
     """Two steps of 512 tokens for the one reader; what follows is sent as answers come."""
-    house = await open_house()
+    house = await open_house(**settings)
     worker = house.workers["prefill-0"]
     held: list[Embed] = []
     most = 0
@@ -224,7 +227,7 @@ async def test_a_large_request_gives_workers_no_more_than_they_need(open_house: 
     worker.embedding = answer
     response = await house.client.embeddings.create(model="tiny", input=[[n % 400] * 100 for n in range(64)])
     assert [one.embedding for one in response.data] == [vector([n % 400] * 100) for n in range(64)]
-    assert most == 10
+    assert most == expected
 
 
 async def test_tenants_and_usage_of_caches(open_house: Any) -> None:
