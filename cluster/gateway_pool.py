@@ -159,6 +159,7 @@ class GatewayPool(Gateway):
 
         async def cluster(request: Request) -> Response:
             status, shown = await _answered(own, request)
+            await asyncio.gather(*(process.look() for process in self.processes))
             return JSONResponse(shown | {"gateways": self._described()}, status)
 
         async def workers(request: Request) -> Response:

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.05
 ASK_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
+LOOK_TIMEOUT_S = 0.5
+"""Somebody waits for /cluster."""
 MAX_SILENCE_S = 15.0
 """Loading a tokenizer is done in a thread: a gateway that answers nobody for so long will answer nobody."""
 START_TIMEOUT_S = 120.0
@@ -53,6 +55,8 @@ class GatewayProcess:
         """How often it has ended since this object was made."""
         self.last_end = ""
         self.is_ready = False
+        """It has been ready, and takes its share of the connections."""
+        self._is_useful = True
         self.max_silence_s = MAX_SILENCE_S
         self._settings = settings
         self._on_end = on_end
@@ -60,21 +64,35 @@ class GatewayProcess:
         self._heard_at = 0.0
         self._has_answered = False
         transport = httpx.AsyncHTTPTransport(uds=settings.socket_path)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=ANSWER_TIMEOUT_S)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     @property
+    def exit_code(self) -> int | None:
+        """Of the process that was last there; negative: the signal that killed it."""
+        return None if self._process is None else self._process.poll()
+
+    @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def state(self) -> Literal["ready", "starting", "ended"]:
+    def state(self) -> Literal["ready", "unready", "starting", "ended"]:
+        """As `look` has found it. `unready`: it serves, and misses workers, or does not answer."""
         if not self.is_alive:
             return "ended"
-        return "ready" if self.is_ready else "starting"
+        if not self.is_ready:
+            return "starting"
+        return "ready" if self._is_useful else "unready"
+
+    async def look(self) -> None:
+        """Ask whether it is ready at this moment."""
+        if self.is_alive and self.is_ready:
+            answer = await self._get("/ready", timeout_s=LOOK_TIMEOUT_S)
+            self._is_useful = answer is not None and answer.status_code == 200
 
     async def run(self) -> None:
         """For ever: start it, wait for its end, start the next one."""
@@ -162,9 +180,9 @@ class GatewayProcess:
             if self.num_ends:
                 logger.warning("gateway %d is back, process %d", self.number, self.pid or 0)
 
-    async def _get(self, path: str) -> httpx.Response | None:
+    async def _get(self, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> httpx.Response | None:
         try:
-            answer = await self._client.get(path)
+            answer = await self._client.get(path, timeout=timeout_s)
         except httpx.HTTPError as error:
             logger.debug("gateway %d does not answer: %s", self.number, type(error).__name__)
             return None

@@ -85,8 +85,10 @@ class Cluster:
             await asyncio.sleep(0.05)
 
     def is_whole(self) -> bool:
-        states = [worker["state"] for worker in self.state().values()]  # a dead worker is not listed
-        return states == ["ready"] * self.num_workers
+        cluster = self.serving.cluster()
+        states = [worker["state"] for worker in cluster["workers"]]  # a dead worker is not listed
+        gateways = [gateway["state"] for gateway in cluster.get("gateways", ())]
+        return states == ["ready"] * self.num_workers and set(gateways) <= {"ready"}
 
     def is_at_rest(self) -> bool:
         """No block of any worker that is up is used."""
