@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from tandem.router.anthropic.wire import UNSUPPORTED as MESSAGES_UNSUPPORTED
 from tandem.router.anthropic.wire import CountedFields, MessageRequest
+from tandem.router.docs_answers import ANSWERS, ERROR, EVENT, MESSAGES_ERROR, OPEN, PAGES, REFUSALS, STREAMING
 from tandem.router.openai.chat import UNSUPPORTED as CHAT_UNSUPPORTED
 from tandem.router.openai.chat import ChatCompletionRequest
 from tandem.router.openai.completions import UNSUPPORTED as COMPLETIONS_UNSUPPORTED
@@ -48,27 +49,13 @@ OTHERS: dict[tuple[str, str], str] = {
     ("get", "/docs"): "This, for people",
     ("get", "/openapi.json"): "This, for programs",
 }
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-}
 
 
 @cache
 def openapi() -> dict[str, Any]:
     """The description, in OpenAPI 3.1."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = {"Error": ERROR, "MessagesError": MESSAGES_ERROR}
+    schemas |= dict(ANSWERS.values())
     paths: dict[str, dict[str, Any]] = {}
     for path, (summary, model, refused) in BODIES.items():
         # two APIs may use one name for different things
@@ -116,19 +103,34 @@ def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": f"{method}{path.replace('/', '_').replace('{', '').replace('}', '')}",
-        "responses": {
-            "200": {"description": "The answer"},
-            "default": {
-                "description": "What is wrong",
-                "content": {"application/json": {"schema": _reference("Error")}},
-            },
-        },
+        "responses": {"200": _answer(path, method), **_refusals(path)},
     }
+    if path in OPEN:
+        operation["security"] = []
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     return operation
+
+
+def _answer(path: str, method: str) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if (method, path) in ANSWERS:
+        content["application/json"] = {"schema": _reference(ANSWERS[method, path][0])}
+    if path in STREAMING and method == "post":
+        content["text/event-stream"] = {"schema": EVENT}
+    content |= PAGES.get(path, {})
+    return {"description": "The answer", "content": content}
+
+
+def _refusals(path: str) -> dict[str, Any]:
+    """What may go wrong is the same everywhere, but for the Messages API, which says it in its own way."""
+    if path in OPEN:
+        return {"503": {"description": "Not now", "content": {"application/json": {"schema": _reference("Health")}}}}
+    name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": _reference(name)}}
+    return {status: {"description": words, "content": content} for status, words in REFUSALS.items()}
 
 
 def _reference(name: str) -> dict[str, str]:
