@@ -35,6 +35,13 @@ MAX_PATHS = 1024
 """Incarnations of peers whose speed is remembered."""
 AVOID_S = 10.0
 """How long a peer is not asked again after it failed to deliver."""
+WORTH_IT = 2.0
+"""A fetch may take so many times as long as computing: it leaves this worker to others meanwhile. It also keeps a turn
+of a conversation from costing the answer before it again where that answer is short."""
+LEAST_FETCH_S = 0.05
+"""A fetch that pays if all goes well is given so long at least: a peer that is busy for a moment would otherwise be
+taken for one that fails, and be left alone for `AVOID_S`."""
+USUAL_PEER = PathSpeed(bytes_per_s=1e9, latency_s=PEER_LATENCY_S)
 UNKNOWN_PEER = PathSpeed(bytes_per_s=1e9, latency_s=PEER_LATENCY_S + PAIRING_S)
 
 
@@ -135,7 +142,7 @@ class Filler:
             self.reader,
             first=first,
             end=matchable,  # what is said of the peer may be older than its latest blocks
-            timeout_s=self._compute_s(first, said),
+            timeout_s=max(LEAST_FETCH_S, self._bearable_s(first, said)),
         )
         try:
             num_blocks = await fetch.run(self.peers, source.address)
@@ -159,8 +166,14 @@ class Filler:
             return False
         if self._avoided_until.get(source.address, 0.0) > time.monotonic():
             return False
-        num_bytes = (end - first) * self.reader.kv_cache.block_bytes
-        return self._path_to(source.address).seconds(num_bytes) < self._compute_s(first, end)
+        num_bytes, bearable_s = (end - first) * self.reader.kv_cache.block_bytes, self._bearable_s(first, end)
+        path = self._path_to(source.address)
+        if path is UNKNOWN_PEER and USUAL_PEER.seconds(num_bytes) < bearable_s:
+            self.peers.prepare(source.address)  # too late for this prompt perhaps, not for the next
+        return path.seconds(num_bytes) < bearable_s
+
+    def _bearable_s(self, first: int, end: int) -> float:
+        return WORTH_IT * self._compute_s(first, end)
 
     def _path_to(self, address: WorkerAddress) -> PathSpeed:
         if (path := self._paths.get(address)) is not None:

@@ -120,6 +120,10 @@ class Peer:
                 inbox.put_nowait(WorkerUnavailable(f"worker {self.address.worker_id} is lost: {error}"))
 
 
+def _task_name(address: WorkerAddress) -> str:
+    return f"pair with {address.worker_id} epoch {address.epoch}"
+
+
 class Peers:
     """All links of one worker. A pair is made once, however many requests ask for it at the same time."""
 
@@ -169,13 +173,22 @@ class Peers:
     async def get_within(self, address: WorkerAddress, timeout_s: float) -> Peer:
         """As `get`, but whoever asks waits no longer than this (`WorkerUnavailable`). The pairing goes on, for the next
         who asks."""
-        task = asyncio.create_task(self.get(address), name=f"pair with {address.worker_id}")
-        self._pairing.add(task)
-        task.add_done_callback(self._pairing_ended)
+        task = self._begin(address)
         await asyncio.wait([task], timeout=timeout_s)
         if not task.done():
             raise WorkerUnavailable(f"pairing with worker {address.worker_id} takes too long")
         return task.result()
+
+    def prepare(self, address: WorkerAddress) -> None:
+        """Begin to pair, for whoever asks later; once at a time."""
+        if not any(task.get_name() == _task_name(address) for task in self._pairing):
+            self._begin(address)
+
+    def _begin(self, address: WorkerAddress) -> asyncio.Task[Peer]:
+        task = asyncio.create_task(self.get(address), name=_task_name(address))
+        self._pairing.add(task)
+        task.add_done_callback(self._pairing_ended)
+        return task
 
     def path_to(self, address: WorkerAddress) -> Measured | None:
         """What the probe found of the path to this worker; None when there is no link (yet)."""

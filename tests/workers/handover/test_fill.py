@@ -23,6 +23,7 @@ from fetch_scene import (
 )
 from frame_proxy import Cut
 
+from tandem.workers import fill
 from tandem.workers.connection import connect
 from tandem.workers.protocol import Cancel, Confirm, Confirmed, Failed, Fetch, TicketPart
 from tandem.workers.transfer.faulty import Delay, Fail, FaultPlan, FaultyTransfer, FlipBit, Hang, SkipBlock
@@ -417,6 +418,37 @@ async def test_a_second_turn_costs_the_prefill_worker_the_new_tokens(
     assert sum(computed) <= len(new) + 16
     alone = await bench.gateway(await bench.worker("aggregated", "a0"))
     assert got.outcome == (await alone.ask(turn)).outcome
+    await bench.settled()
+
+
+async def test_a_short_answer_is_not_computed_again_by_the_prefill_worker(
+    bench: Any, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It read the turn before, so the decode worker holds one block more: the answer. A fetch of it takes 5 ms,
+    computing it 3. The first time the two are strangers, and become acquainted for the next."""
+    monkeypatch.setattr(fill, "LEAST_FETCH_S", 10.0)  # whether it is asked for is the question, not how busy we are
+    prefill, decode = await bench.worker("prefill", "p0"), await bench.worker("decode", "d0")
+    make_eager(prefill, token_s=0.0002)
+    filler = prefill.role.filler  # which takes a measured path for a usual one: this machine may be busy
+    filler._path_to = lambda address: fill.USUAL_PEER if filler.peers.path_to(address) else fill.UNKNOWN_PEER
+    gateway = await bench.gateway(decode)
+    computed = num_computed_by(prefill)
+    prompt, history_len = make_request("turn", 150, content=20).prompt_token_ids, 0
+    for turn in range(4):
+        del computed[:]
+        request = msgspec.structs.replace(make_request(f"turn {turn}", 1, max_tokens=17), prompt_token_ids=prompt)
+        answer = await gateway.ask(request, prefill.address)
+        assert answer.started[0].path == "remote"
+        if turn == 1:
+            assert sum(computed) <= len(prompt) - history_len + 17 + 16  # strangers: the answer is computed, once
+            async with asyncio.timeout(5):
+                while prefill.role.peers.path_to(decode.address) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+        elif turn:
+            assert sum(computed) <= len(prompt) - history_len + 16
+        history = (*prompt, *answer.token_ids[0])
+        history_len = len(history)
+        prompt = history + make_request("new", 40, content=30 + turn).prompt_token_ids
     await bench.settled()
 
 
