@@ -18,26 +18,26 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from tandem.workers.batch import Batch, Later, Pooled, Refusal, SampledToken, Scored, StepResult
-from tandem.workers.beams import Answer, as_beams
+from tandem.workers.batch import Batch, SampledToken, StepResult
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
+from tandem.workers.books import check_owners
 from tandem.workers.config import WorkerConfig
-from tandem.workers.constraint import Constraint, needs_constraint, validate_constraints
-from tandem.workers.embedding import add_rows, unit_vector
+from tandem.workers.constraint import validate_constraints
 from tandem.workers.errors import RequestError
-from tandem.workers.grammar import GrammarCache, GrammarState
+from tandem.workers.grammar import GrammarCache
+from tandem.workers.new_sequences import constrain, sequences_of
+from tandem.workers.outcomes import Outcomes
 from tandem.workers.pipeline import Pipeline
 from tandem.workers.pooling import PoolingMode
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
 from tandem.workers.scheduler import Chunk, Scheduler
-from tandem.workers.sequence import BeamGroup, Sequence, Status, begin_search
+from tandem.workers.sequence import Sequence, Status
 from tandem.workers.step_items import build_batch, host_need, num_attended, sampled_rows
 from tandem.workers.steps import STEP_FAILED, Runner, Step, StepOutput, StepTimes
 from tandem.workers.types import (
     BlockCounts,
     FillSource,
-    FinishReason,
     ModelIdentity,
     Request,
     Retention,
@@ -99,6 +99,7 @@ class Engine:
         self._order = "first"
         self._in_flight: deque[Step] = deque()
         self._pipeline = Pipeline()
+        self._outcomes = Outcomes(self.scheduler, config.max_model_len, self._finish)
 
     # Requests
 
@@ -129,40 +130,15 @@ class Engine:
         `release` (prefill worker). `num_source_blocks`: so many first blocks of the prompt a peer is said to hold.
         """
         self.validate(request, hold=hold)
-        beams = begin_search(request)
-        if beams is not None:
-            request = as_beams(request)
-        root = root_key(self.config.cluster_key, self.identity, request.salt)
-        now = time.monotonic()
-        sequences = [
-            Sequence(
-                request_id=request.request_id,
-                choice=choice.index,
-                token_ids=[*request.prompt_token_ids, *choice.emitted_token_ids],
-                num_prompt_tokens=len(request.prompt_token_ids),
-                params=request.sampling,
-                root=root,
-                order=next(self._arrivals),
-                wants_remote=wants_remote,
-                hold=hold,
-                retention=request.retention,
-                beams=beams,
-                num_source_blocks=num_source_blocks,
-                status=Status.BLOCKED,
-                queued_at=now,
-            )
-            for choice in sorted(request.choices, key=lambda choice: choice.index)
-        ]
-        self._constrain(sequences)
-        leader, *siblings = sequences
-        if beams is None:
-            leader.siblings = siblings  # beams are let go by the search
-        else:
-            beams.sequences = sequences
-        leader.status = Status.WAITING
-        leader.scores_prompt = _scores_prompt(request)
+        sequences = sequences_of(
+            *(request, self._root(request.salt), self._arrivals),
+            wants_remote=wants_remote,
+            hold=hold,
+            num_source_blocks=num_source_blocks,
+        )
+        constrain(sequences, self.vocab_size, self.grammars)
         self._requests[request.request_id] = {sequence.choice: sequence for sequence in sequences}
-        self.scheduler.add(leader)
+        self.scheduler.add(sequences[0])
         self.wake()
         return sequences
 
@@ -187,7 +163,7 @@ class Engine:
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             params=SamplingParams(max_tokens=1, seed=0),
-            root=root_key(self.config.cluster_key, self.identity, salt),
+            root=self._root(salt),
             order=next(self._arrivals),
             hold=True,
             status=Status.HELD,
@@ -221,7 +197,7 @@ class Engine:
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             params=SamplingParams(max_tokens=1, seed=0),
-            root=root_key(self.config.cluster_key, self.identity, salt),
+            root=self._root(salt),
             order=next(self._arrivals),
             retention=retention or Retention(),
             pooling=pooling,
@@ -292,7 +268,7 @@ class Engine:
         sequence.prompt_logprobs[:] = prompt_logprobs
         self.scheduler.arrived(sequence, len(sequence.token_ids))
         self.wake()
-        return self._output(sequence, first_token)
+        return self._outcomes.take_token(sequence, first_token)
 
     def handover_abandoned(self, sequence: Sequence, num_valid_tokens: int) -> None:
         """No more KV will come, and nobody writes into its blocks any more. The first `num_valid_tokens` have checked
@@ -385,27 +361,9 @@ class Engine:
             if sequence.is_finished:
                 continue
             if results is None:
-                outputs.append(StepOutput(sequence, sequence.num_computed, error=STEP_FAILED))
-                self._finish(sequence)
-                continue
-            result = results[index]
-            if isinstance(result, Scored):
-                sequence.prompt_logprobs += result.logprobs
-                result = result.token
-            num_tokens = chunk.num_tokens
-            if isinstance(result, Later):  # its last token stays uncomputed: the next step takes it once more
-                assert not sequence.in_flight, "a step follows a token that is not known yet"
-                num_tokens, result = num_tokens - 1, None
-            self.scheduler.advance(sequence, num_tokens)
-            if isinstance(result, Refusal):
-                outputs.append(StepOutput(sequence, sequence.num_computed, error=result.reason, is_retryable=False))
-                self._finish(sequence)
-                continue
-            if sequence.pooling is not None:
-                outputs.append(self._pool(sequence, result))
-                continue
-            assert not isinstance(result, Pooled), "nobody wants an embedding of it"
-            outputs.append(self._output(sequence, result))
+                outputs.append(self._outcomes.fail(sequence))
+            else:
+                outputs.append(self._outcomes.take(chunk, results[index]))
         if self.on_step is not None:
             apply_s = time.monotonic() - started
             num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
@@ -477,36 +435,15 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError unless pool, cache and sequences agree on every block. For tests, and when idle."""
         self.pool.check()
-        owners = [0] * self.pool.num_blocks
         live = {id(s): s for choices in self._requests.values() for s in choices.values()}
         live.update({id(s): s for s in self.scheduler.incoming.values()})
         live.update({id(chunk.sequence): chunk.sequence for step in self._in_flight for chunk in step.chunks})
-        for sequence in live.values():
-            for block_id in sequence.block_ids:
-                owners[block_id] += 1
-            for block_id in sequence.replaced:
-                owners[block_id] += 1
-            if sequence.copy is not None:
-                owners[sequence.copy.source] += 1
-        for block_id, num in enumerate(owners):
-            assert num == self.pool.num_owners(block_id), f"block {block_id}: {num} sequences own it"
+        check_owners(self.pool, live.values())
 
     # Inside
 
-    def _constrain(self, sequences: list[Sequence]) -> None:
-        """Each has its own place in the grammar; what else there is belongs to all choices."""
-        params = sequences[0].params
-        if not needs_constraint(params):
-            return
-        constraint = Constraint(params, self.vocab_size)
-        for sequence in sequences:
-            sequence.constraint = constraint.of_another(self._start_grammar(params.grammar))
-
-    def _start_grammar(self, text: str | None) -> GrammarState | None:
-        if text is None:
-            return None
-        assert self.grammars is not None, "not validated"
-        return self.grammars.get(text).start()
+    def _root(self, salt: str) -> bytes:
+        return root_key(self.config.cluster_key, self.identity, salt)
 
     def _next_step(self) -> Step | None:
         return None if self._pipeline.has_failed else self.schedule()
@@ -528,59 +465,6 @@ class Engine:
         self._in_flight.append(step)
         return step
 
-    def _output(self, sequence: Sequence, token: SampledToken | None) -> StepOutput:
-        """Append a sampled token, if there is one, and see whether it was the last."""
-        num_computed = sequence.num_computed
-        if token is None:
-            return StepOutput(sequence, num_computed)
-        if sequence.beams is not None:
-            return StepOutput(sequence, num_computed, answers=self._search_on(sequence.beams, sequence.choice, token))
-        sequence.token_ids.append(token.token_id)
-        if sequence.first_token_at is None:
-            sequence.first_token_at = time.monotonic()
-        finish_reason = self._finish_reason(sequence)
-        if sequence.hold:
-            self.scheduler.remove(sequence, Status.HELD)
-        elif finish_reason is not None:
-            self._finish(sequence)
-        return StepOutput(sequence, num_computed, token, finish_reason)
-
-    def _pool(self, sequence: Sequence, result: StepResult) -> StepOutput:
-        """Take what a chunk gave; with the last one the embedding is complete, and the sequence ends."""
-        if isinstance(result, Pooled):
-            sequence.pooled = add_rows(sequence.pooled, result.rows)
-        if not sequence.is_prompt_computed:
-            return StepOutput(sequence, sequence.num_computed)
-        assert sequence.pooled is not None, "computed, and nothing pooled"
-        embedding = unit_vector(sequence.pooled)
-        self._finish(sequence)
-        if embedding is None:
-            reason = "the model's hidden states are no finite numbers"
-            return StepOutput(sequence, sequence.num_computed, error=reason, is_retryable=False)
-        return StepOutput(sequence, sequence.num_computed, embedding=embedding)
-
-    def _search_on(self, beams: BeamGroup, beam: int, token: SampledToken) -> tuple[Answer, ...]:
-        """A beam's continuations are known. If they were the last, all beams go on, or the search ends."""
-        assert token.logprobs is not None, "a beam is sampled with its continuations"
-        if not beams.search.take(beam, token.logprobs):
-            return ()
-        forks = beams.search.advance()
-        if forks:
-            self.scheduler.fork(beams.sequences, forks)
-            return ()
-        for sequence in beams.sequences:
-            self._finish(sequence)
-        return beams.search.answers(beams.choices)
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        if sequence.token_ids[-1] in sequence.params.stop_token_ids:
-            return "stop"
-        constraint = sequence.constraint
-        if constraint is not None and constraint.is_complete(sequence.token_ids, sequence.num_prompt_tokens):
-            return "stop"
-        is_full = len(sequence.token_ids) >= self.config.max_model_len
-        return "length" if is_full or sequence.num_generated >= sequence.params.max_tokens else None
-
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence, Status.FINISHED)
         sequence.finished_at = time.monotonic()
@@ -588,9 +472,3 @@ class Engine:
         del choices[sequence.choice]
         if not choices:
             del self._requests[sequence.request_id]
-
-
-def _scores_prompt(request: Request) -> bool:
-    """A request that is continued was told of its prompt before."""
-    is_new = not any(choice.emitted_token_ids for choice in request.choices)
-    return request.sampling.num_prompt_logprobs is not None and is_new

@@ -12,8 +12,7 @@ samples as if they were there. Only `advance` counts and names them.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +20,7 @@ from typing import Protocol
 from tandem.workers.batch import BlockCopy
 from tandem.workers.beams import Fork
 from tandem.workers.block_pool import BlockPool
+from tandem.workers.by_age import ByAge
 from tandem.workers.config import WorkerConfig
 from tandem.workers.fork import fork
 from tandem.workers.prefix_cache import PrefixCache
@@ -54,44 +54,12 @@ class NoTiers:
         return 0
 
 
-def _order(sequence: Sequence) -> int:
-    return sequence.order
-
-
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     """Its next tokens that are due. A copy is part of the first step of a sequence that has one."""
     copy = None if sequence.in_flight else sequence.copy
     start = sequence.num_computed + sequence.num_launched
     is_sampled = num_tokens == sequence.num_due and sequence.pooling is None
     return Chunk(sequence, start, num_tokens, is_sampled, copy)
-
-
-class ByAge:
-    """Sequences, oldest first. O(log n) to find; the moves of a Python list do not count at these lengths."""
-
-    def __init__(self) -> None:
-        self._items: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._items)
-
-    def __reversed__(self) -> Iterator[Sequence]:
-        return reversed(self._items)
-
-    @property
-    def oldest(self) -> Sequence:
-        return self._items[0]
-
-    def add(self, sequence: Sequence) -> None:
-        insort(self._items, sequence, key=_order)
-
-    def remove(self, sequence: Sequence) -> None:
-        index = bisect_left(self._items, sequence.order, key=_order)
-        assert self._items[index] is sequence, f"sequence {sequence.order} is not here"
-        del self._items[index]
 
 
 class Scheduler:
