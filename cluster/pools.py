@@ -257,6 +257,7 @@ class Supervisor:
         """One worker more, in a placement group of its own, until this is cancelled or it cannot be started."""
         slots: list[WorkerSlot] = []
         try:
+            await self._wait_ray()
             slots += await self._place(config.role, [config])
             await self._start_slot(slots[0])
             await self._keep_alive(slots[0])
