@@ -7,8 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.router.hot_metrics import HotCounter, HotHistogram
 from tandem.router.metrics import RouterMetrics, parse_series
 from tandem.workers.types import BlockCounts, WorkerSnapshot
 
@@ -86,3 +88,21 @@ def test_what_workers_may_not_say() -> None:
 )
 def test_series(series: str, parsed: Any) -> None:
     assert parse_series(series) == parsed
+
+
+def test_hot_metrics_show_what_the_usual_ones_do() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    given: dict[str, Any] = {"namespace": "tandem", "buckets": (0.1, 0.25, 1.0)}
+    hot = HotHistogram("x_seconds", "X.", registry=ours, **given)
+    usual = Histogram("x_seconds", "X.", registry=theirs, **given)
+    for value in (0.05, 0.1, 0.2, 0.25, 0.3, 1.0, 7.0):
+        hot.observe(value)
+        usual.observe(value)
+    counters = HotCounter("y", "Y.", namespace="tandem", registry=ours), Counter("tandem_y", "Y.", registry=theirs)
+    for counter in counters:
+        counter.inc(2)
+
+    def shown(registry: CollectorRegistry) -> list[str]:
+        return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+    assert shown(ours) == shown(theirs)
