@@ -125,7 +125,8 @@ async def test_a_read_that_hangs_settles_when_its_bytes_have_landed_and_not_befo
     peer = await start_peer("nixl")
     peer.send_signal(signal.SIGSTOP)
     with pytest.raises(PullTimeout) as caught:
-        await reader.pull(peer.description, [5], [6], timeout_s=0.3)
+        # long enough to get as far as the read on a busy machine: the peer was never met before
+        await reader.pull(peer.description, [5], [6], timeout_s=1.0)
     assert caught.value.reason == "timeout"
     settled = asyncio.ensure_future(caught.value.settled)
     if forgotten:
