@@ -248,6 +248,9 @@ def serve(
             rich_help_panel=ROUTER,
         ),
     ] = None,
+    max_in_flight: Annotated[
+        int, typer.Option(help="Sequences in a gateway at once; more get 429.", rich_help_panel=ROUTER)
+    ] = 1024,
     slow_reader_timeout: Annotated[
         float,
         typer.Option(help="Seconds for which a client may read nothing of its stream.", rich_help_panel=ROUTER),

@@ -70,6 +70,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     slo_ttft: float | None = None
     slo_itl: float | None = None
     max_queue: int = 256
+    max_in_flight: int = 1024
     slow_reader_timeout: float = 30.0
     address: str | None = None
     admin_host: str = "127.0.0.1"
@@ -122,6 +123,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             limit = getattr(self, field)
             require(limit is None or 0 < limit < float("inf"), field, "must be a positive number of seconds")
         require(self.max_queue >= 0, "max_queue", "must not be negative")
+        require(self.max_in_flight >= 1, "max_in_flight", "must be at least 1")
         is_time = 0 < self.slow_reader_timeout < float("inf")
         require(is_time, "slow_reader_timeout", "must be a positive number of seconds")
         self._require_tiers(require)

@@ -245,5 +245,6 @@ def gateway_config(
         slo_ttft_s=resolved.cluster.slo_ttft,
         slo_itl_s=resolved.cluster.slo_itl,
         max_queue=resolved.cluster.max_queue,
+        max_in_flight=resolved.cluster.max_in_flight,
         slow_reader_timeout_s=resolved.cluster.slow_reader_timeout,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from tandem.cluster import cli
@@ -23,6 +24,8 @@ from tandem.workers.errors import UserError
         ({"slo_itl": float("inf")}, "--slo-itl must be a positive number of seconds"),
         ({"slo_itl": float("nan")}, "--slo-itl must be a positive number of seconds"),
         ({"max_queue": -1}, "--max-queue must not be negative"),
+        ({"max_in_flight": 0}, "--max-in-flight must be at least 1"),
+        ({"slow_reader_timeout": 0.0}, "--slow-reader-timeout must be a positive number of seconds"),
     ],
 )
 def test_a_mistake_is_named_by_its_flag(fields: dict[str, Any], message: str) -> None:
@@ -49,6 +52,7 @@ def test_gateway_checks_them_too(field: str, value: Any, tmp_path: Path) -> None
 
 def test_the_gateway_is_told(tmp_path: Path) -> None:
     asked = ClusterConfig(model="small", router_policy="prefix", slo_ttft=1.5, slo_itl=0.05, max_queue=7)
+    asked = msgspec.structs.replace(asked, max_in_flight=5000, slow_reader_timeout=3.0)
     resolved = ResolvedConfig(
         cluster=asked,
         model_path=tmp_path,
@@ -61,3 +65,4 @@ def test_the_gateway_is_told(tmp_path: Path) -> None:
     )
     told = gateway_config(resolved, b"key", redis_url=None, namespace="n")
     assert (told.router_policy, told.slo_ttft_s, told.slo_itl_s, told.max_queue) == ("prefix", 1.5, 0.05, 7)
+    assert (told.max_in_flight, told.slow_reader_timeout_s) == (5000, 3.0)
