@@ -63,10 +63,9 @@ async def test_what_the_builders_write_is_compiled_and_what_is_wrong_is_said(che
         "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
         'start: "' + "a" * 300_000 + '"',
     ]
-    started = time.monotonic()
     messages = await asyncio.gather(*(refusal(checker, text) for text in wrong))
     assert all(messages)
-    assert time.monotonic() - started < 4.0
+    assert not any("too long" in message for message in messages if message)
     assert await refusal(checker, "start: nobody") == messages[3]
 
 
@@ -105,19 +104,9 @@ async def test_a_helper_that_takes_too_long_is_killed_and_replaced(
 async def test_the_event_loop_does_not_feel_a_bomb(checker: GrammarChecker) -> None:
     await checker.check('start: "a"')
     bombs = [f"start: /{bomb}/" for bomb in ("(a{1000}){1000}", "((a{100}){100}){100}", "(a{1000}){2000}")]
-    worst = 0.0
-
-    async def tick() -> None:
-        nonlocal worst
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(0.001)
-            worst = max(worst, time.monotonic() - began)
-
-    ticking = asyncio.create_task(tick())
+    before = time.thread_time()
     assert all(await asyncio.gather(*(refusal(checker, bomb) for bomb in bombs)))
-    ticking.cancel()
-    assert worst < 0.25, "a loaded machine lets a loop wait; a compilation in the loop would take longer than this"
+    assert time.thread_time() - before < 0.1, "work of the loop's own thread, however loaded the machine is"
 
 
 async def test_too_many_at_once_are_turned_away(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
