@@ -178,9 +178,9 @@ async def test_a_server_dies_and_comes_back_empty(
     publisher.record("stored", KEYS[5])
     await until(lambda: not publisher.is_up)
     publisher.record("stored", KEYS[6])
-    began = time.perf_counter()
-    assert await reader.longest_prefix(KEYS, [W0]) == {}
-    assert time.perf_counter() - began < 0.05  # the breaker does not even ask
+    with pytest.raises(StopIteration) as answered:  # the breaker does not even ask: there is nothing to wait for
+        reader.longest_prefix(KEYS, [W0]).send(None)
+    assert answered.value.value == {}
     server.start()
     await until(lambda: reader.is_up and publisher.is_up and publisher.is_settled)
     assert await reader.longest_prefix(KEYS, [W0]) == {"w0": 7}
@@ -288,7 +288,7 @@ async def test_slow_answers_cost_the_budget_and_no_more(
     for _ in range(3):
         began = time.perf_counter()
         assert await reader.longest_prefix(KEYS, [W0]) == {}
-        assert time.perf_counter() - began < 0.1
+        assert time.perf_counter() - began < 0.3  # the pause is longer
     assert not reader.is_up  # too slow three times in a row
     reader._budget_s = 1.0
     await until(lambda: reader.is_up)

@@ -107,9 +107,9 @@ async def test_a_peer_that_stands_still_costs_at_most_the_deadline(
         assert error.reason == "timeout"  # noqa: PT017  (one-sided reads succeed)
     else:
         assert torch.equal(empty_pool.blocks[1], peer.expected[1])
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5.0
     ticking.cancel()
-    assert longest_gap < 0.3
+    assert longest_gap < 0.8  # a pull in the loop would hold it up for 1 s
     peer.send_signal(signal.SIGCONT)
     await reader.pull(peer.description, [2], [2], timeout_s=10.0)
     assert torch.equal(empty_pool.blocks[2], peer.expected[2])
