@@ -50,12 +50,14 @@ def with_litellm(url: str) -> None:
     assert litellm.completion(**common, messages=messages, tools=[TOOL]).choices[0].message.content == SUNNY
     refused = refusal_of(litellm.BadRequestError, lambda: litellm.completion(**common, messages=HELLO, temperature=7))
     assert "temperature" in refused
+    embedded = litellm.embedding(**common, input=["Hello!", "there"], encoding_format="float")
+    assert [len(one["embedding"]) for one in embedded.data] == [8, 8]
 
 
 def with_langchain(url: str) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
-    from langchain_openai import ChatOpenAI
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
     from pydantic import BaseModel
 
     @tool
@@ -80,6 +82,11 @@ def with_langchain(url: str) -> None:
     for method in ("json_schema", "function_calling"):
         person = model.with_structured_output(Person, method=method).invoke("Who? Person, please.")
         assert person == Person(name="Ada", age=36), (method, person)
+    # the check would make tokens of another model's of the text, and send these
+    common: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "secret", "check_embedding_ctx_length": False}
+    embeddings = OpenAIEmbeddings(model="tiny", **common)
+    assert [len(vector) for vector in embeddings.embed_documents(["Hello!"] * 1500)] == [8] * 1500
+    assert len(OpenAIEmbeddings(model="tiny", dimensions=4, **common).embed_query("Hello!")) == 4
 
 
 def with_instructor(url: str) -> None:
