@@ -287,7 +287,11 @@ class Supervisor:
         bundles = [self._placement.bundle_of(config) for config in configs]
         for config in configs:
             self._on_phase(config.worker_id, "waiting for a place")
-        group = ray.util.placement_group(bundles, strategy=self._placement.strategy, name=role)
+        try:
+            # one name, one group: a pool that grows has several
+            group = ray.util.placement_group(bundles, strategy=self._placement.strategy, name=configs[0].worker_id)
+        except RayError as error:
+            raise WorkerUnavailable(f"Ray gives no place to {configs[0].worker_id}: {_reason(error)}") from error
         self._groups.append(group)
         try:
             async with asyncio.timeout(self._placement.timeout_s):
