@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     starts Ray is one group: one cluster is shared, and what kills workers or measures how they die wants no second one
     beside it."""
     for item in items:
-        group = "cluster" if item.get_closest_marker("cluster") else str(item.path.relative_to(item.config.rootpath))
+        is_cluster = item.get_closest_marker("cluster") or "start_serving" in getattr(item, "fixturenames", ())
+        group = "cluster" if is_cluster else str(item.path.relative_to(item.config.rootpath))
         item.add_marker(pytest.mark.xdist_group(group))
 
 
