@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from ray.exceptions import RaySystemError
 
 from tandem.cluster import pools
 from tandem.cluster.pools import Supervisor, WorkerEnd, WorkerSlot
@@ -253,6 +254,28 @@ async def test_a_pool_that_finds_no_place_stays_as_it_is(monkeypatch: pytest.Mon
     await story.told_of(("up", "decode-1", 0))
     await supervisor.abandon()  # Ray is lost: nothing is asked of it
     assert [what for what, *_ in story.told] == ["up", "down"]
+
+
+async def test_every_place_has_a_name_of_its_own_and_ray_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives a name once; a refusal is no bug of ours."""
+    names: list[str] = []
+
+    class Group:
+        async def ready(self) -> None: ...
+
+    def placement_group(bundles: object, strategy: str, name: str) -> Group:
+        if name in names:
+            raise RaySystemError(f"name '{name}' already exists.")
+        names.append(name)
+        return Group()
+
+    monkeypatch.setattr("ray.util.placement_group", placement_group)
+    supervisor = Story([]).supervisor
+    for worker_ids in (["decode-0", "decode-1"], ["decode-2"], ["decode-3"]):
+        await supervisor._place("decode", [config(worker_id) for worker_id in worker_ids])
+    assert len(names) == 3
+    with pytest.raises(WorkerUnavailable, match="already exists"):
+        await supervisor._place("decode", [config("decode-3")])
 
 
 def test_the_fake_has_the_methods_of_the_real_slot() -> None:
