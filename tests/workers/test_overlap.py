@@ -10,6 +10,7 @@ import pytest
 from engine_play import MakeEngine, MakeRequest, fill, next_token, run, runner_of, start_handover, until
 
 from tandem.workers.batch import Batch
+from tandem.workers.block_pool import BlockState
 from tandem.workers.engine import STEP_FAILED, Engine, Step, StepOutput
 from tandem.workers.fake_runner import expected_tokens
 
@@ -301,3 +302,26 @@ def test_order_can_be_changed_while_it_runs(make_engine: MakeEngine, make_reques
         engine.check()
     assert tokens == expected_tokens(range(5), 30, seed=0)
     assert engine.step_orders["ahead"] > 5
+
+
+def test_a_block_that_is_replaced_stays_owned_while_a_step_uses_it(
+    make_engine: MakeEngine, make_request: MakeRequest
+) -> None:
+    """Two compute the same; the second owns the first one's blocks from then on, but a step was told of its own."""
+    engine = make_engine(20)
+    for name in "ab":
+        [sequence] = engine.add(make_request(name, range(8), seed=ord(name)))
+    first, collect_first = launch(engine)
+    mine = sequence.block_ids[:2]
+    second, collect_second = launch(engine)
+    engine.apply(first, collect_first())
+    engine.check()
+    assert sequence.block_ids[:2] != mine
+    assert sequence.replaced == mine
+    assert [engine.pool.state(block) for block in mine] == [BlockState.USED] * 2
+    engine.apply(second, collect_second())
+    engine.check()
+    assert [engine.pool.state(block) for block in mine] == [BlockState.FREE] * 2
+    tokens = run(engine)
+    for name in "ab":
+        assert tokens[name, 0] == expected_tokens(range(8), 8, seed=ord(name))[2:]

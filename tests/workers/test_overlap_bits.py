@@ -153,10 +153,49 @@ def test_inputs_that_may_still_be_read_are_not_overwritten(
     """What the other tests would see if a step were filled into the buffers of the step before."""
     requests = make_requests(PLAIN, 8)
     expected = serve(make_model_engine(HostQueue()), requests)
-    assert serve(make_model_engine(LaggingQueue(haste=0.0)), requests) == expected
+    queue = LaggingQueue(haste=0.0)
+    engine = make_model_engine(queue)
+    launch, waits = engine.runner.launch, []
+
+    def watched(batch: Batch) -> Any:
+        before = queue.num_late
+        collect = launch(batch)
+        waits.append(queue.num_late - before)
+        return collect
+
+    engine.runner.launch = watched  # type: ignore[method-assign]
+    assert serve(engine, requests) == expected
+    assert not any(waits), "launching waited for the device"
     monkeypatch.setattr(DecodeSteps, "_next_host", lambda self: self._hosts[0])
     with pytest.raises(AssertionError):
         assert serve(make_model_engine(LaggingQueue(haste=0.0)), requests) == expected
+
+
+def test_a_deeper_queue_waits_for_its_buffers(make_model_engine: Callable[..., Engine]) -> None:
+    """Three steps of two sequences in a row, of which nobody waits for one."""
+    tokens: list[list[list[SampledToken | Any]]] = []
+    for queue in (HostQueue(), LaggingQueue(haste=0.0)):
+        runner = make_model_engine(queue).runner
+        steps = []
+        for place in range(3):
+            items = []
+            for row in range(2):
+                sample = SampleSpec(SamplingParams(max_tokens=9, seed=row), 0, place + 1, [row + 5] * (place + 1), 1)
+                items.append(BatchItem((row + 7 * place,), place, [row], sample))
+            steps.append(runner.launch(Batch(tuple(items))))
+        tokens.append([list(collect()) for collect in steps])
+    assert tokens[0] == tokens[1]
+
+
+def test_a_prompt_that_is_scored_is_read_in_order(make_model_engine: Callable[..., Engine]) -> None:
+    """Which tokens to score is said of those that were."""
+    way = {"num_prompt_logprobs": 1, "temperature": 0.5}
+    requests = make_requests([way, PLAIN[0]], 6, seed=5)
+    assert max(len(request.prompt_token_ids) for request in requests[::2]) > 48
+    expected = serve(make_model_engine(HostQueue()), requests)
+    engine = make_model_engine(LaggingQueue())
+    assert serve(engine, requests) == expected
+    assert engine.step_orders["prompt_logprobs"] > 0
 
 
 def test_a_step_that_follows_nothing_is_refused(make_model_engine: Callable[..., Engine]) -> None:
