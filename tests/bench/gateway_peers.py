@@ -11,8 +11,8 @@
 All sides are started, then play one round after the other, another one first each time. Who waits is idle; it cannot be
 stopped, since Dynamo forgets workers that are. A round: all streams are opened at once, chat, `--tokens` tokens each,
 and read to their end by the same client. Counted are the CPU seconds of the front end's process alone, reading the
-requests included, and the tokens that arrived. Rates should be alike, since frames are larger at higher ones: Dynamo's mocker
-gives 64 streams some 8,000 tokens/s.
+requests included, and the tokens that arrived. Rates should be alike, since frames are larger at higher ones: Dynamo's
+mocker gives 64 streams some 8,000 tokens/s.
 """
 
 from __future__ import annotations
