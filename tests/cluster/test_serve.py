@@ -151,6 +151,8 @@ def test_a_killed_worker_comes_back_and_is_used(second: Serving, worker_id: str)
     assert after is not None
     assert (after["epoch"], after["state"]) == (before["epoch"] + 1, "ready")
     wait_until(lambda: httpx.get(f"{second.url}/ready").status_code == 200, 30)
+    told = "".join(second.lines).partition(f"{worker_id} epoch {before['epoch']} has ended: ")[2]
+    assert told.splitlines()[1].startswith("  | "), "what its process wrote last"
 
     def is_used() -> bool:
         answer = second.complete(f"{time.time_ns()} {LONG_PROMPT}")
@@ -179,16 +181,6 @@ def test_sigterm_ends_everything_and_only_that(serving: Serving, second: Serving
     assert not any(os.path.exists(folder) for folder in folders)
     assert running(others) == others
     assert serving.complete("Still here?").status_code == 200
-
-
-def test_a_killed_launcher_leaves_nothing_behind(start_serving: Callable[..., Serving]) -> None:
-    victim = start_serving("smollm2-135m-instruct", "--aggregated", "1")
-    assert [worker["role"] for worker in victim.cluster()["workers"]] == ["aggregated"]
-    assert victim.complete("Hello").status_code == 200
-    processes = victim.descendants()
-    victim.process.kill()
-    victim.process.wait()
-    wait_until(lambda: not running(processes), 10)
 
 
 @pytest.mark.parametrize(("num_signals", "code"), [(1, 0), (2, 130)])
