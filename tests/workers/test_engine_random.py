@@ -111,6 +111,7 @@ class World:
             known = rng.randrange(max_tokens)
             emitted[choice] = expected_tokens(prompt, known, seed=seed, choice=choice)
         stop = tuple(range(100)) if rng.random() < 0.3 else ()
+        bad = ((998, 999),) if rng.random() < 0.1 else ()  # never comes up, but nothing is decided ahead of it
         request = self.make_request(
             str(self.count),
             prompt,
@@ -118,6 +119,7 @@ class World:
             seed=seed,
             emitted=emitted,
             stop_token_ids=stop,
+            bad_token_ids=bad,
             retention=Retention(priority=rng.choice([0, 35, 80]), duration_s=rng.choice([None, 5.0])),
             salt=rng.choice(["red", "red", "blue"]),
         )
@@ -305,4 +307,4 @@ def test_random_lives(make_engine: MakeEngine, make_request: MakeRequest, seed: 
     assert world.num_filled > 5
     assert world.num_lent > 0
     assert world.num_finished > 70, "too few requests lived to their end for this to show anything"
-    assert (world.engine.step_orders["ahead"] > 200) == overlaps
+    assert (world.engine.step_orders["ahead"] > 100) == overlaps
