@@ -72,7 +72,7 @@ class Embedder:
         return True
 
     def try_fill(self, sequence: Sequence) -> bool:
-        """The engine admitted a sequence whose beginning may be brought from elsewhere. False: it is not one of ours."""
+        """The engine admitted a sequence whose beginning may be brought from elsewhere. False: it is none of ours."""
         reading = self._readings.get(sequence)
         if reading is None:
             return False

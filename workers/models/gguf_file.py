@@ -19,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from tandem.workers.errors import ModelError
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of the cache key of converted folders: raise it whenever the same file would convert to something else."""
 
 _TYPE_NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
