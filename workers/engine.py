@@ -455,7 +455,7 @@ class Engine:
             build_batch(chunks, self.config.block_size, rows),
             tuple(chunks),
             overlaps=overlaps,
-            host_need=host_need(chunks),
+            host_need=host_need(chunks) if overlaps else None,
         )
         if self.before_step is not None:
             self.before_step(step.batch)

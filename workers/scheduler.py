@@ -170,8 +170,9 @@ class Scheduler:
         sequence.num_pending -= chunk.is_sampled
         if chunk.copy is not None:
             self._end_copy(sequence)
-        replaced, sequence.replaced = sequence.replaced, []
-        self.pool.release(replaced)  # by the step before: the next one, if it is in flight, was told of the new ones
+        if sequence.replaced:  # by the step before: the next one, if it is in flight, was told of the new ones
+            self.pool.release(sequence.replaced)
+            sequence.replaced = []
         if sequence.is_finished and not sequence.in_flight:
             self._release(sequence)
 

@@ -135,7 +135,7 @@ class Sequence:
     @property
     def num_due(self) -> int:
         """Tokens that no step has begun to compute, those not known yet included."""
-        return self.num_uncomputed + self.num_pending - self.num_launched
+        return len(self.token_ids) + self.num_pending - self.num_computed - self.num_launched
 
     @property
     def num_generated(self) -> int:

@@ -60,10 +60,9 @@ def _item(chunk: Chunk, block_size: int, rows: Mapping[Sequence, int]) -> BatchI
         )
     if start >= len(sequence.token_ids):
         return BatchItem((0,), start, sequence.block_ids, sample, follows=rows[sequence])
-    return BatchItem(
-        *(sequence.token_ids[start:end], start, sequence.block_ids, sample),
-        *(_score(sequence, end), _pool(sequence, start, end, block_size)),
-    )
+    score = None if sequence.params.num_prompt_logprobs is None else _score(sequence, end)
+    pool = None if sequence.pooling is None else _pool(sequence, start, end, block_size)
+    return BatchItem(sequence.token_ids[start:end], start, sequence.block_ids, sample, score, pool)
 
 
 def _score(sequence: Sequence, end: int) -> ScoreSpec | None:
