@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.protocol import Confirmed, Describe, Description, Failed, Message, Renew, Renewed, TicketPart
-from tandem.workers.transfer.base import NUM_PROBE_BLOCKS, Transfer, probe_pattern
+from tandem.workers.transfer.base import NUM_PATTERN_BLOCKS, NUM_PROBE_BLOCKS, Transfer, probe_pattern
 from tandem.workers.types import ModelIdentity, WorkerAddress
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,14 @@ class Measured:
 
 
 def write_probe_pattern(kv_cache: KVCache) -> None:
-    """Fill the probe blocks with what a peer expects to read there."""
-    pattern = probe_pattern(NUM_PROBE_BLOCKS * kv_cache.block_bytes).reshape(NUM_PROBE_BLOCKS, -1)
-    for index, rows in enumerate(pattern):
+    """Fill the pattern's blocks with what a peer expects to read there."""
+    for index, rows in enumerate(_pattern_blocks(kv_cache)):
         kv_cache.bytes_of(kv_cache.num_blocks + index)[:] = rows
+
+
+def _pattern_blocks(kv_cache: KVCache) -> NDArray[np.uint8]:
+    """[NUM_PATTERN_BLOCKS, block_bytes]"""
+    return probe_pattern(NUM_PATTERN_BLOCKS * kv_cache.block_bytes).reshape(NUM_PATTERN_BLOCKS, -1)
 
 
 def compare_identities(ours: ModelIdentity, theirs: ModelIdentity) -> None:
@@ -146,7 +151,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._pairing: set[asyncio.Task[Peer]] = set()
-        self._probe_lock = asyncio.Lock()  # the probe blocks of our own pool are the destination of every probe
+        self._probe_lock = asyncio.Lock()  # all of them arrive in the same blocks of ours
 
     async def run(self) -> None:
         """Keep the leases of everything under way, and drop peers that have fallen silent."""
@@ -233,9 +238,10 @@ class Peers:
 
     async def _probe(self, description: Description) -> Measured:
         """Pull the known pattern twice, check it, time the second (the first wires the transport up)."""
-        remote = list(range(description.probe_block, description.probe_block + NUM_PROBE_BLOCKS))
-        local = list(range(self._kv_cache.num_blocks, self._kv_cache.num_blocks + NUM_PROBE_BLOCKS))
-        expected = probe_pattern(NUM_PROBE_BLOCKS * self._kv_cache.block_bytes).reshape(NUM_PROBE_BLOCKS, -1)
+        remote = list(range(description.probe_block, description.probe_block + NUM_PATTERN_BLOCKS))
+        first = self._kv_cache.num_blocks
+        local = list(range(first + NUM_PATTERN_BLOCKS, first + NUM_PROBE_BLOCKS))
+        expected = _pattern_blocks(self._kv_cache)
         async with self._probe_lock:
             elapsed = 0.0
             for block_id in local:
@@ -250,5 +256,5 @@ class Peers:
             for block_id, rows in zip(local, expected):
                 if not np.array_equal(self._kv_cache.bytes_of(block_id), rows):
                     raise PairingError("the first pull did not deliver the known pattern")
-        num_bytes = NUM_PROBE_BLOCKS * self._kv_cache.block_bytes
+        num_bytes = NUM_PATTERN_BLOCKS * self._kv_cache.block_bytes
         return Measured(self._transfer.transport_of(description.transfer), num_bytes / elapsed / 1e9)

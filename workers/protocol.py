@@ -257,7 +257,7 @@ class Description(Message, frozen=True, kw_only=True):
     transfer: bytes
     """Opaque to all but the transfer backend of the same name."""
     probe_block: int
-    """The first of NUM_PROBE_BLOCKS blocks that hold the known pattern of `transfer.base.probe_pattern`."""
+    """The first of NUM_PATTERN_BLOCKS blocks that hold the known pattern of `transfer.base.probe_pattern`."""
 
 
 class TicketPart(Message, frozen=True, kw_only=True):

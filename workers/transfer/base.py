@@ -18,8 +18,11 @@ from tandem.workers.errors import TransferError
 if TYPE_CHECKING:
     import torch
 
-NUM_PROBE_BLOCKS = 8
-"""Blocks behind the pool's own (ids num_blocks to num_blocks + 7): they carry a known pattern for the first pull."""
+NUM_PATTERN_BLOCKS = 4
+"""Blocks behind the pool's own (ids from num_blocks on): they carry a known pattern for others' first pulls, and nobody
+writes into them."""
+NUM_PROBE_BLOCKS = 2 * NUM_PATTERN_BLOCKS
+"""Those, and as many behind them, where a worker's own first pulls arrive: others may read the pattern meanwhile."""
 
 
 class PullTimeout(TransferError):
