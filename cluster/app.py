@@ -143,7 +143,7 @@ class _Cluster:
         """Set when Ray is gone for good, with the reason."""
 
     async def start(self, public: socket, admin: socket) -> _Started:
-        config = self._config = _with_absolute_paths(self._config)
+        config = self._config = with_absolute_paths(self._config)
         folder = self._stack.enter_context(_run_folder())
         self._stack.enter_context(guarded(folder))
         finding = asyncio.create_task(self._find_model())
@@ -313,16 +313,22 @@ async def _running_ray(begin: Callable[[], None], folder: Path, lost: asyncio.Fu
         executor.shutdown()
 
 
-def _with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
+def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
     """The current folder is about to change."""
     cache = os.environ.get(CACHE_VARIABLE)
     if cache:
         os.environ[CACHE_VARIABLE] = str(Path(cache).expanduser().absolute())
-    given = {"model": config.model, "chat_template": config.chat_template, "api_key_file": config.api_key_file}
-    paths = {name: Path(value).expanduser() for name, value in given.items() if value is not None}
-    # what is no path may be a model's name
+    names = ("model", "chat_template", "api_key_file", "kv_disk_path")
+    given = {name: value for name in names if (value := getattr(config, name)) is not None}
+    paths = {name: Path(value).expanduser() for name, value in given.items()}
+    # a model that is no path may be the name of one
     return msgspec.structs.replace(
-        config, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()}
+        config,
+        **{
+            name: str(path.absolute())
+            for name, path in paths.items()
+            if name != "model" or path.exists() or path.suffix == ".gguf"
+        },
     )
 
 

@@ -75,7 +75,9 @@ def gateway(
 
 
 def doctor(
-    port: Annotated[list[int] | None, typer.Option(help="Ports that should be free. Repeat for several.")] = None,
+    port: Annotated[
+        list[int] | None, typer.Option(min=1, max=65535, help="Ports that should be free. Repeat for several.")
+    ] = None,
     redis_url: Annotated[str | None, typer.Option(envvar="TANDEM_REDIS_URL", help="As for serve.")] = None,
     measure: Annotated[bool, typer.Option(help="Measure how fast KV travels here; some seconds.")] = True,
     json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,

@@ -153,7 +153,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         port_range(self.transfer_ports, "--transfer-ports")
         require(self.worker_threads is None or self.worker_threads >= 1, "worker_threads", "must be at least 1")
         for field in ("prefill_resources", "decode_resources", "aggregated_resources"):
-            require(all(amount > 0 for amount in getattr(self, field).values()), field, "must be positive amounts")
+            amounts = getattr(self, field).values()
+            require(all(0 < amount < float("inf") for amount in amounts), field, "must be positive amounts")
         endpoint = self.otlp_endpoint
         require(
             endpoint is None or endpoint.startswith(("http://", "https://")), "otlp_endpoint", "must be an http:// URL"

@@ -137,10 +137,13 @@ def parse_text(text: str, kind: Any) -> Any:
 def parse_resources(text: str) -> dict[str, float]:
     """`GPU=1,prefill=1` -> {"GPU": 1.0, "prefill": 1.0}. Raises `ValueError`."""
     pairs = [item.partition("=") for item in text.split(",") if item.strip()]
-    wrong = [name for name, equals, _ in pairs if not equals]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} is not of the form NAME=AMOUNT")
-    return {name.strip(): float(amount) for name, _, amount in pairs}
+    amounts = {}
+    for name, equals, amount in pairs:
+        try:
+            amounts[name.strip()] = float(amount)
+        except ValueError:
+            raise ValueError(f"{name + equals + amount!r} is not of the form NAME=AMOUNT") from None
+    return amounts
 
 
 def _is_service_link(name: str) -> bool:

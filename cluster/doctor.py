@@ -183,6 +183,12 @@ def _cache() -> Check:
 
 def _ray() -> Check:
     mode, token = os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN", "")
+    file = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if not token and file is not None:
+        try:
+            token = Path(file).expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return Check("ray token", "fail", f"{file} cannot be read", "RAY_AUTH_TOKEN_PATH is where Ray looks for it")
     if mode is None and not token:
         return Check("ray token", "ok", "not set: tandem serve makes one of its own; --address needs the cluster's")
     if mode != "token" or len(token) < 32:

@@ -37,6 +37,8 @@ def run_gateway(config: ClusterConfig, cluster_url: str) -> None:
     """Serve until a signal comes. Raises `UserError`."""
     if config.cluster_key is None:
         raise UserError("--cluster-key (or TANDEM_CLUSTER_KEY) is missing: it must be the one of the launcher")
+    if not cluster_url.startswith(("http://", "https://")):
+        raise UserError(f"--cluster-url must be an http:// URL, but is {cluster_url!r}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, cluster_url.rstrip("/")))
 

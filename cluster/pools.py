@@ -238,6 +238,7 @@ class Supervisor:
 
     async def resize(self, role: Role, count: int) -> None:
         """Begin to add workers of the reserve, or end those that were added last. What `start` started stays."""
+        await self._wait_ray()
         while self.num_workers(role) < count and (config := self._take_reserve(role)) is not None:
             self._added[config.worker_id] = asyncio.create_task(self._serve_added(config), name=config.worker_id)
         added = [worker_id for worker_id in self._added if worker_id.rpartition("-")[0] == role]

@@ -225,6 +225,7 @@ def gateway_config(
     resolved: ResolvedConfig, cluster_key: bytes, *, redis_url: str | None, namespace: str
 ) -> GatewayConfig:
     """The gateway's share."""
+    template = resolved.cluster.chat_template
     prefill, decode, aggregated = resolved.cluster.num_workers
     return GatewayConfig(
         model_name=resolved.model_name,
@@ -232,7 +233,7 @@ def gateway_config(
         max_model_len=resolved.max_model_len,
         cluster_key=cluster_key,
         api_keys=(*resolved.cluster.api_key, *keys_in(resolved.cluster.api_key_file)),
-        chat_template=None if resolved.cluster.chat_template is None else Path(resolved.cluster.chat_template),
+        chat_template=None if template is None else Path(template).expanduser(),
         tool_call_parser=resolved.cluster.tool_call_parser,
         reasoning_parser=resolved.cluster.reasoning_parser,
         redis_url=redis_url,

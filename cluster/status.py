@@ -46,6 +46,8 @@ def fetch_cluster(url: str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise UserError(f"{url} is not the admin port of a Tandem cluster") from error
+    if not isinstance(cluster, dict) or "workers" not in cluster:
+        raise UserError(f"{url} is not the admin port of a Tandem cluster")
     return cluster
 
 

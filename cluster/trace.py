@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -26,12 +27,12 @@ def find_trace(request_id: str, urls: Sequence[str]) -> dict[str, Any]:
     silent = []
     for url in urls:
         try:
-            answer = httpx.get(f"{url.rstrip('/')}/trace/{request_id}", timeout=5.0)
-        except (httpx.HTTPError, httpx.InvalidURL):
+            answer = httpx.get(f"{url.rstrip('/')}/trace/{quote(request_id, safe='')}", timeout=5.0)
+            journey: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):  # nobody, or somebody who is no gateway
             silent.append(url)
             continue
         if answer.status_code == 200:
-            journey: dict[str, Any] = answer.json()
             return journey
     if silent:
         raise UserError(f"no gateway answers at {', '.join(silent)}; is --url the admin port?")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster import resolve as resolve_module
+from tandem.cluster.app import with_absolute_paths
 from tandem.cluster.config import ClusterConfig, load_config
 from tandem.cluster.model_source import ResolvedModel
 from tandem.cluster.resolve import gateway_config, reserve_configs, resolve, worker_configs
@@ -76,6 +77,7 @@ def test_how_many_workers_are_started(asked: dict[str, int], workers: tuple[int,
         ({"kv_disk_path": "/somewhere", "kv_disk_bytes": 0}, "--kv-disk-bytes must be positive"),
         ({"kv_disk_path": "", "kv_disk_bytes": 1}, "--kv-disk-path must not be empty"),
         ({"redis_url": "http://u:secret@somewhere"}, "--redis-url must start with"),
+        ({"decode_resources": {"GPU": float("inf")}}, "--decode-resources must be positive amounts"),
         ({"api_key": ("good", "")}, "--api-key must not be empty"),
         ({"transfer": "local"}, "--transfer local"),
         ({"transfer": "local", "aggregated": 2}, "--transfer local"),
@@ -214,7 +216,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_config({"model": "small"}, tmp_path / "absent.toml")
 
 
-def test_keys_and_templates_from_files(tmp_path: Path) -> None:
+def test_keys_and_templates_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, template = tmp_path / "keys", tmp_path / "template.jinja"
     keys.write_text("# ours\none\n\n  two  \n")
     template.write_text("{{ messages }}")
@@ -231,5 +233,21 @@ def test_keys_and_templates_from_files(tmp_path: Path) -> None:
         ClusterConfig(model="m", api_key_file=str(keys))
     with pytest.raises(UserError, match=r"--api-key-file .* cannot be read"):
         ClusterConfig(model="m", api_key_file=str(tmp_path / "nothing"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_home = resolved(chat_template="~/template.jinja")
+    assert gateway_config(at_home, b"key", redis_url=None, namespace="n").chat_template == template
     with pytest.raises(UserError, match="--chat-template must be a file"):
         ClusterConfig(model="m", chat_template=str(tmp_path / "nothing"))
+
+
+def test_paths_are_those_of_the_folder_in_which_the_command_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of what is not there yet: the launcher leaves that folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    given = with_absolute_paths(ClusterConfig(model="absent.gguf", kv_disk_path="kv", kv_disk_bytes=1))
+    assert given.kv_disk_path == str(tmp_path / "kv")
+    assert given.model == str(tmp_path / "absent.gguf")
+    at_home = with_absolute_paths(ClusterConfig(model="owner/name", kv_disk_path="~/kv", kv_disk_bytes=1))
+    assert (at_home.model, at_home.kv_disk_path) == ("owner/name", "/home/somebody/kv")

@@ -69,6 +69,7 @@ def test_every_setting_has_a_twin_in_the_environment(field: str) -> None:
         ),
         ("TANDEM_PORT", "http", "TANDEM_PORT in the environment cannot be used for --port: Expected `int`"),
         ("TANDEM_PREFILL_RESOURCES", "GPU", "'GPU' is not of the form NAME=AMOUNT"),
+        ("TANDEM_PREFILL_RESOURCES", "GPU=one", "'GPU=one' is not of the form NAME=AMOUNT"),
         ("TANDEM_CLUSTER_KEY", "short", "--cluster-key must have at least 16 characters"),
     ],
 )

@@ -42,6 +42,21 @@ def test_a_taken_port() -> None:
     assert found(Options(ports=(port,), measure_transfer=False))[f"port {port}"].verdict == "ok"
 
 
+def test_a_port_that_is_none() -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--no-measure", "--port", "99999"])
+    assert answer.exit_code == 2
+
+
+def test_rays_token_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "ray-token"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    assert found()["ray token"].verdict == "fail"
+    file.write_text("0123456789abcdef" * 4 + "\n")
+    assert found()["ray token"].verdict == "ok"
+
+
 def test_a_machine_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_cpu_flags", set)
     monkeypatch.setattr(doctor, "MIN_MEMORY_BYTES", 1 << 60)

@@ -113,3 +113,5 @@ def test_a_gateway_needs_the_launchers_key() -> None:
 
     with pytest.raises(UserError, match="--cluster-key"):
         run_gateway(ClusterConfig(model="m"), "http://launcher")
+    with pytest.raises(UserError, match="--cluster-url must be an http:// URL, but is 'head:8001'"):
+        run_gateway(ClusterConfig(model="m", cluster_key="0123456789abcdef"), "head:8001")

@@ -242,6 +242,22 @@ async def test_a_pool_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(slot.is_stopped for slot in placed.values())
 
 
+async def test_without_ray_a_pool_keeps_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To end a worker asks Ray, too."""
+    story = Story([])
+    placed, supervisor = growing(story, monkeypatch), story.supervisor
+    await supervisor.resize("decode", 2)
+    await story.told_of(("up", "decode-1", 0))
+    story.ray_is_up.clear()
+    shrinking = asyncio.create_task(supervisor.resize("decode", 1))
+    await asyncio.sleep(0.02)
+    assert not placed["decode-1"].is_stopped
+    story.ray_is_up.set()
+    await asyncio.wait_for(shrinking, 5)
+    assert placed["decode-1"].is_stopped
+    await supervisor.stop()
+
+
 async def test_a_pool_that_finds_no_place_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story([])
     growing(story, monkeypatch, **{"decode-1": WorkerUnavailable("there is no room")})

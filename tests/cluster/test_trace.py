@@ -48,6 +48,19 @@ def test_the_gateway_that_knows_it_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         find_trace("r-1", ["http://first", "http://away"])
 
 
+def test_an_id_is_not_a_path_and_an_answer_may_be_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def get(url: str, timeout: float) -> httpx.Response:
+        asked.append(url)
+        return httpx.Response(200, text="<html>")
+
+    monkeypatch.setattr(trace.httpx, "get", get)
+    with pytest.raises(UserError, match="no gateway answers at http://first"):
+        find_trace("../metrics", ["http://first"])
+    assert asked == ["http://first/trace/..%2Fmetrics"]
+
+
 def test_one_log_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     journey = Journey("r-1", "/v1/completions", "t", None)
     journey.count_tokens(3)
