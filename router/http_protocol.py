@@ -5,6 +5,9 @@ What is refused here is told in the API's shape and the connection is closed. Bo
 
 What a client does not read is bounded here, too: `max_unsent_bytes` in the kernel, a quarter of that in this process,
 then writing waits. Offers `direct_write` to the application.
+
+Offers to go on in another protocol (HTTP/2 without TLS, as Java's client makes with every request) are declined, and
+the request is answered as it came. A client that hangs up while several of its requests wait is noticed by all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tandem.router.direct_write import EXTENSION
 from tandem.router.errors import ApiError
@@ -25,6 +29,8 @@ TCP_NOTSENT_LOWAT = 25
 """Linux's, which the socket module does not name."""
 PATIENCE_S = 30.0
 """With clients that do not read, unless the application sets another."""
+OFFER = {b"upgrade", b"http2-settings"}
+"""Headers of an offer to go on in another protocol; `connection` names them."""
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Unavailable"}
 
 
@@ -62,6 +68,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_raw_bytes = 0
         """Read since a header began that has not ended: the parser tells of whole ones only."""
+        self._has_ended_message = False
+        """Within what is being read: then how much of that is the next header's, nobody knows."""
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests that are not answered yet: the one that is being dealt with, and those pipelined behind it."""
         self._deadline: asyncio.TimerHandle | None = None
         self._is_refused = False
         self._user_timeout_ms = 0
@@ -80,14 +90,45 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         super().connection_lost(exc)
         self._writer.is_ready = False
+        for cycle in self._cycles:  # uvicorn tells the last one only
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        super().data_received(data)
-        if self._deadline is not None and not self._is_refused:
+        self._has_ended_message = False
+        self._parse(data)
+        if self._deadline is not None and not self._is_refused and not self._has_ended_message:
             self._num_raw_bytes += len(data)
             self._check_size()
+
+    def _parse(self, data: bytes) -> None:
+        """As uvicorn does, but it takes the body of a request that offers another protocol for that protocol's."""
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        try:
+            while rest and not self._is_refused:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    rest = rest[offer.args[0] :]
+                    self._decline_offer()
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _decline_offer(self) -> None:
+        """The head that was read last, once more: without the offer, for a parser that expects a body behind it."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("we are no proxy")
+        lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % each for each in map(_without_offer, self.headers) if each[1]]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -105,10 +146,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         self._check_size()
-        if not self._is_refused:
+        if not self._is_refused and not self.parser.should_upgrade():
             super().on_headers_complete()
             extensions: Any = self.scope.setdefault("extensions", {})
             extensions[EXTENSION] = self._writer
+            self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -126,7 +168,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_refused:
+        self._has_ended_message = True
+        if not self._is_refused and not self.parser.should_upgrade():
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -191,6 +234,15 @@ class _DirectWriter:
 
     def abort(self) -> None:
         self._transport.abort()
+
+
+def _without_offer(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """This header without its part in an offer of another protocol; an empty value where nothing else is left."""
+    name, value = header
+    if name == b"connection":
+        options = [option.strip() for option in value.split(b",")]
+        value = b", ".join(option for option in options if option.lower() not in OFFER)
+    return name, b"" if name in OFFER else value
 
 
 def _swap_user_timeout(transport: asyncio.Transport, milliseconds: int) -> int:

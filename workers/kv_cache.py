@@ -32,6 +32,9 @@ class KVCache:
             self.tensor = huge_region(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         else:
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        # Steps run on another stream, and none of them touches a block while it is copied: so copies wait for nobody.
+        on_device = self.tensor.is_cuda
+        self._copies = torch.cuda.Stream(self.tensor.device) if on_device else None  # type: ignore[no-untyped-call]
         self.num_blocks = num_blocks
         """Blocks of the pool, without the probe blocks."""
         self.block_size = block_size
@@ -47,28 +50,39 @@ class KVCache:
 
     def bytes_of(self, block_id: int) -> npt.NDArray[np.uint8]:
         """A writable view of one block, uint8 [block_bytes]. CPU only. Raises `IndexError` on an unknown id."""
-        if not 0 <= block_id < self.tensor.shape[0]:
-            raise IndexError(f"block {block_id} of {self.tensor.shape[0]}")
-        view: npt.NDArray[np.uint8] = self.tensor[block_id].view(torch.uint8).view(-1).numpy()
+        view: npt.NDArray[np.uint8] = self._block(block_id).numpy()
         return view
 
     def copy_out(self, block_id: int, out: npt.NDArray[np.uint8]) -> None:
         """Copy one block into uint8 [block_bytes] of host memory. Lets other threads run meanwhile."""
-        if self.tensor.device.type == "cpu":
+        if self._copies is None:
             np.copyto(out, self.bytes_of(block_id))
         else:
-            torch.from_numpy(out).copy_(self.tensor[block_id].view(torch.uint8).view(-1))
+            with torch.cuda.stream(self._copies):
+                torch.from_numpy(out).copy_(self._block(block_id))
 
     def copy_in(self, block_id: int, data: npt.NDArray[np.uint8]) -> None:
-        """Overwrite one block with uint8 [block_bytes] of host memory."""
-        if self.tensor.device.type == "cpu":
+        """Overwrite one block with uint8 [block_bytes] of host memory; done when this returns."""
+        if self._copies is None:
             np.copyto(self.bytes_of(block_id), data)
         else:
-            self.tensor[block_id].view(torch.uint8).view(-1).copy_(torch.from_numpy(data))
+            with torch.cuda.stream(self._copies):
+                self._block(block_id).copy_(torch.from_numpy(np.require(data, requirements="W")))
+            self._copies.synchronize()
 
     def digest(self, block_id: int) -> bytes:
         """xxh3-128 of the block's bytes, 16 bytes."""
-        return xxhash.xxh3_128_digest(self.bytes_of(block_id).data)
+        if self._copies is None:
+            return xxhash.xxh3_128_digest(self.bytes_of(block_id).data)
+        host = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        self.copy_out(block_id, host)
+        return xxhash.xxh3_128_digest(host.data)
+
+    def _block(self, block_id: int) -> torch.Tensor:
+        """uint8 [block_bytes], a view of one block on its device."""
+        if not 0 <= block_id < self.tensor.shape[0]:
+            raise IndexError(f"block {block_id} of {self.tensor.shape[0]}")
+        return self.tensor[block_id].view(torch.uint8).view(-1)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

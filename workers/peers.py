@@ -43,7 +43,7 @@ class Measured:
 def write_probe_pattern(kv_cache: KVCache) -> None:
     """Fill the pattern's blocks with what a peer expects to read there."""
     for index, rows in enumerate(_pattern_blocks(kv_cache)):
-        kv_cache.bytes_of(kv_cache.num_blocks + index)[:] = rows
+        kv_cache.copy_in(kv_cache.num_blocks + index, rows)
 
 
 def _pattern_blocks(kv_cache: KVCache) -> NDArray[np.uint8]:
@@ -244,8 +244,9 @@ class Peers:
         expected = _pattern_blocks(self._kv_cache)
         async with self._probe_lock:
             elapsed = 0.0
+            arrived = np.zeros(self._kv_cache.block_bytes, np.uint8)
             for block_id in local:
-                self._kv_cache.bytes_of(block_id)[:] = 0
+                self._kv_cache.copy_in(block_id, arrived)
             for _ in range(2):
                 started = time.perf_counter()
                 try:
@@ -254,7 +255,8 @@ class Peers:
                     raise WorkerUnavailable(f"the first pull failed ({error.reason}): {error}") from error
                 elapsed = time.perf_counter() - started
             for block_id, rows in zip(local, expected):
-                if not np.array_equal(self._kv_cache.bytes_of(block_id), rows):
+                self._kv_cache.copy_out(block_id, arrived)
+                if not np.array_equal(arrived, rows):
                     raise PairingError("the first pull did not deliver the known pattern")
         num_bytes = NUM_PATTERN_BLOCKS * self._kv_cache.block_bytes
         return Measured(self._transfer.transport_of(description.transfer), num_bytes / elapsed / 1e9)

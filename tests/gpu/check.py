@@ -36,9 +36,12 @@ def main() -> int:
     from overlap_checks import overlap
     from report import Check, Context, Row, table
     from timings import timings
-    from transfer_checks import transfer
+    from transfer_checks import host_copies, transfer
 
-    checks: tuple[Check, ...] = (norms_and_embedding, sampling, transfer, products, attention, models, overlap, timings)
+    checks: tuple[Check, ...] = (
+        *(norms_and_embedding, sampling, host_copies, transfer),
+        *(products, attention, models, overlap, timings),
+    )
     wanted = [check for check in checks if not options.only or check.__name__ in options.only]
     if options.dry_run:
         sys.stdout.write("".join(f"{check.__name__}\n" for check in wanted))

@@ -11,10 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+import xxhash
 from report import Context, Row
 
 from tandem.workers.errors import TransferError, UserError
+from tandem.workers.kv_cache import KVCache
+from tandem.workers.models.config import ModelConfig, RopeConfig
 from tandem.workers.transfer.backends import create_transfer
 from tandem.workers.transfer.base import KVPoolMemory
 
@@ -51,6 +55,20 @@ def transfer(context: Context) -> Iterator[Row]:
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def host_copies(context: Context) -> Iterator[Row]:
+    """What tiers, digests and the probe do with blocks on the device, beside the same bytes in host memory."""
+    shape = ModelConfig("llama", 100, 32, 64, 5, 6, 2, 8, 1e-5, 512, True, RopeConfig(10000.0))
+    cache = KVCache(shape, 4, 16, torch.bfloat16, context.device)
+    rows = torch.arange(cache.block_bytes, dtype=torch.int64).to(torch.uint8).numpy()
+    arrived = np.zeros_like(rows)
+    cache.tensor.zero_()
+    cache.copy_in(2, rows)
+    cache.copy_out(2, arrived)
+    is_right = np.array_equal(rows, arrived) and cache.digest(2) == xxhash.xxh3_128_digest(rows.data)
+    is_right = is_right and cache.digest(1) == xxhash.xxh3_128_digest(np.zeros_like(rows).data)
+    yield Row("transfer", "a block to the host and back, its digest", "ok" if is_right else "FAILED")
 
 
 async def _pull(peer: bytes, num_blocks: int, block_bytes: int, device: str, where: str) -> list[Row]:

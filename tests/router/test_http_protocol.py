@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from tandem.router.http import send_json
+from tandem.router.http import read_body, send_json
 from tandem.router.http_protocol import HttpLimits, limited_protocol
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -107,3 +107,79 @@ async def test_what_is_not_http(port: int) -> None:
     async with connected(port) as (reader, writer):
         writer.write(b"\x16\x03\x01 hello\r\n\r\n")
         assert_refused(await answer(reader), 400, "invalid_http")
+
+
+POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+"""As the HTTP client of Java's library sends it with every request."""
+
+
+async def mirror(scope: Scope, receive: Receive, send: Send) -> None:
+    body = await read_body(scope, receive, max_bytes=1 << 20, timeout_s=3)
+    names = [name.decode() for name, _ in scope["headers"]]
+    await send_json(send, 200, {"num_bytes": len(body), "headers": names})
+
+
+@pytest.fixture
+async def mirror_port(serving_on: Any) -> AsyncIterator[int]:
+    async with serving_on(mirror, limited_protocol(LIMITS)) as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    "body", [b"content-length: 5\r\n\r\nhello", b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"]
+)
+async def test_an_offer_of_another_protocol_costs_no_body(mirror_port: int, body: bytes) -> None:
+    whole = POST + OFFER + body
+    async with connected(mirror_port) as (reader, writer):
+        for step in (len(whole), 1, 7):
+            for start in range(0, len(whole), step):
+                writer.write(whole[start : start + step])
+                await writer.drain()
+                await asyncio.sleep(0)
+            status, headers, seen = await answer(reader)
+            assert (status, seen["num_bytes"]) == (200, 5)
+            assert "upgrade" not in seen["headers"]
+            assert headers.get("connection") != "close"
+        writer.write(whole * 20)  # pipelined
+        for _ in range(20):
+            assert (await answer(reader))[2]["num_bytes"] == 5
+
+
+async def test_of_an_offer_the_rest_of_its_headers_counts(mirror_port: int) -> None:
+    async with connected(mirror_port) as (reader, writer):
+        writer.write(GET + b"connection: close, upgrade\r\nupgrade: h2c\r\n\r\n")
+        _, headers, seen = await answer(reader)
+        assert headers["connection"] == "close"
+        assert seen["headers"] == ["host", "connection"]
+        assert await reader.read() == b""
+
+
+async def test_who_takes_us_for_a_proxy(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert_refused(await answer(reader), 400, "invalid_http")
+
+
+async def test_a_body_is_no_part_of_the_headers_behind_it(mirror_port: int) -> None:
+    async with connected(mirror_port) as (reader, writer):
+        writer.write(POST + b"content-length: 5000\r\n\r\n" + b"x" * 5000 + b"GET / HTTP/1.1\r\nho")
+        assert (await answer(reader))[2]["num_bytes"] == 5000
+        writer.write(b"st: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+
+
+async def test_a_client_that_hangs_up_is_noticed_by_all_of_its_requests(serving_on: Any) -> None:
+    started, left = asyncio.Event(), asyncio.Event()
+
+    async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
+        started.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with serving_on(waiting, limited_protocol(LIMITS)) as port:
+        async with connected(port) as (_, writer):
+            writer.write((GET + b"\r\n") * 2)
+            await asyncio.wait_for(started.wait(), 3)
+        await asyncio.wait_for(left.wait(), 3)
