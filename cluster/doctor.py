@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -174,8 +175,12 @@ def _cache() -> Check:
     folder = cache_folder()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
-    if not os.access(there, os.W_OK):
-        return Check("cache", "fail", f"{folder} cannot be written", "set TANDEM_CACHE_DIR to a folder that can")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        advice = "set TANDEM_CACHE_DIR to a folder that can"
+        return Check("cache", "fail", f"{folder} cannot be written: {error.strerror}", advice)
     if free < MIN_CACHE_BYTES:
         return Check("cache", "warn", f"{_gib(free)} free at {folder}", "models and compiled kernels are kept there")
     return Check("cache", "ok", f"{folder}, {_gib(free)} free")

@@ -50,7 +50,8 @@ def cached(entry: Path, make: Callable[[Path], None], *, progress: Progress) -> 
             if not entry.exists():
                 _make(entry, make)
     except OSError as error:
-        raise ModelError(f"{error.filename or entry} cannot be written: {error.strerror or error}") from error
+        reason = f"{error.filename or entry} cannot be written: {error.strerror or error}"
+        raise ModelError(f"{reason}; {CACHE_VARIABLE} may name another folder for models and kernels") from error
     return entry
 
 

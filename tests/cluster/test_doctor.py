@@ -57,6 +57,15 @@ def test_rays_token_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found()["ray token"].verdict == "ok"
 
 
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tried, not asked: root may write everywhere, and cannot."""
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, Path("/proc/nothing")):
+        monkeypatch.setenv("TANDEM_CACHE_DIR", str(folder))
+        assert found()["cache"].verdict == "fail"
+
+
 def test_a_machine_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_cpu_flags", set)
     monkeypatch.setattr(doctor, "MIN_MEMORY_BYTES", 1 << 60)
