@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +49,7 @@ def gateway(
     tandem bench gateway --streams 64 --rate 10000 --idle 0
     """
     from tandem.cluster.bench.gateway import GatewayBenchOptions, bench_gateway
-    from tandem.cluster.bench.router_cli import numbers, write
+    from tandem.cluster.bench.router_cli import numbers, put
     from tandem.cluster.model_source import resolve_model
 
     console = Console(stderr=True)
@@ -67,10 +66,7 @@ def gateway(
         )
         report = asyncio.run(bench_gateway(options, lambda message: console.print(message, style="dim")))
         print_gateway_report(report, Console(stderr=json_path == "-"))
-        if json_path == "-":
-            sys.stdout.buffer.write(to_json(report))
-        elif json_path is not None:
-            write(json_path, to_json(report))
+        put(json_path, to_json(report))
     except UserError as error:
         console.print(f"tandem bench gateway: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

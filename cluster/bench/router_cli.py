@@ -81,14 +81,11 @@ def router(
         if faults:
             cases = asyncio.run(bench_faults(options, say, rounds=rounds))
             print_faults(cases, Console(stderr=json_path == "-"))
-            _put(json_path, msgspec.json.format(msgspec.json.encode([asdict(case) for case in cases])) + b"\n")
+            put(json_path, msgspec.json.format(msgspec.json.encode([asdict(case) for case in cases])) + b"\n")
             return
         report = asyncio.run(bench_router(options, say))
         print_router_report(report, Console(stderr=json_path == "-"))
-        if json_path == "-":
-            sys.stdout.buffer.write(to_json(report))
-        elif json_path is not None:
-            write(json_path, to_json(report))
+        put(json_path, to_json(report))
     except UserError as error:
         console.print(f"tandem bench router: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
@@ -153,15 +150,13 @@ def fault_cells(case: FaultCase) -> list[str]:
     ]
 
 
-def _put(path: str | None, content: bytes) -> None:
+def put(path: str | None, content: bytes) -> None:
+    """Write what --json asked for: to the file, to standard output (-), or nowhere. Raises `UserError`."""
+    if path is None:
+        return
     if path == "-":
         sys.stdout.buffer.write(content)
-    elif path is not None:
-        write(path, content)
-
-
-def write(path: str, content: bytes) -> None:
-    """Raises `UserError`."""
+        return
     try:
         with open(path, "wb") as file:
             file.write(content)
