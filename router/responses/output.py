@@ -19,17 +19,19 @@ class Output:
         self._text = ""
         """Of the item that is being written."""
         self._logprobs: list[dict[str, Any]] = []
+        self._waiting: list[dict[str, Any]] = []
+        """Of tokens that have made no text yet: parts of a character, thoughts, what may become a stop string."""
 
     def push(self, pieces: Sequence[Piece], logprobs: list[dict[str, Any]]) -> list[Event]:
-        """`logprobs`: of the tokens that made these pieces."""
+        """`logprobs`: of the tokens that made these pieces, if they made any. They are shown with the next text; behind
+        the last of it (the token that ended it) with an empty one."""
         events: list[Event] = []
+        self._waiting += logprobs
         for piece in pieces:
             match piece:
                 case Content(text):
                     self._ensure("message", events)
-                    self._logprobs += logprobs
-                    self._grow("response.output_text.delta", text, events, content_index=0, logprobs=logprobs)
-                    logprobs = []
+                    self._write(text, events)
                 case Reasoning(text):
                     self._ensure("reasoning", events)
                     self._grow("response.reasoning_text.delta", text, events, content_index=0)
@@ -38,6 +40,8 @@ class Output:
                     self._open(_new_call(name), events)
                 case CallArguments(_, text):
                     self._grow("response.function_call_arguments.delta", text, events)
+        if self._waiting and self._is_open("message"):
+            self._write("", events)
         return events
 
     def close(self, status: str, events: list[Event]) -> None:
@@ -66,12 +70,21 @@ class Output:
         return [done, {"type": "response.content_part.done", **where, "part": part}]
 
     def _ensure(self, kind: str, events: list[Event]) -> None:
-        if self.items and self.items[-1]["type"] == kind and self.items[-1]["status"] == "in_progress":
+        if self._is_open(kind):
             return
         self.close("completed", events)
         self._open(_new_message() if kind == "message" else _new_reasoning(), events)
         part = {"type": "response.content_part.added", **self._where(), "content_index": 0, "part": self._part(kind)}
         events.append(part)
+
+    def _is_open(self, kind: str) -> bool:
+        last = self.items[-1] if self.items else None
+        return last is not None and last["type"] == kind and last["status"] == "in_progress"
+
+    def _write(self, text: str, events: list[Event]) -> None:
+        logprobs, self._waiting = self._waiting, []
+        self._logprobs += logprobs
+        self._grow("response.output_text.delta", text, events, content_index=0, logprobs=logprobs)
 
     def _open(self, item: dict[str, Any], events: list[Event]) -> None:
         self.items.append(item)

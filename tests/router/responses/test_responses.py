@@ -171,6 +171,18 @@ async def test_logprobs(house: Any, strictly: Any) -> None:
     assert all(len(each.top_logprobs) == 2 for each in logprobs)
 
 
+@pytest.mark.parametrize("length", [5, 200])
+async def test_a_stream_tells_the_logprobs_of_all_tokens(house: Any, events_of: Any, length: int) -> None:
+    """Also of those that are parts of a character, and of the one that ends the answer."""
+    body = {"model": "tiny", "input": "Hi", "top_logprobs": 2, "max_output_tokens": length}
+    whole = (await house.http.post(RESPONSES, json=body)).json()["output"][0]["content"][0]
+    events = [event for _, event in events_of((await house.http.post(RESPONSES, json={**body, "stream": True})).text)]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [each for delta in deltas for each in delta["logprobs"]] == whole["logprobs"]
+    assert "".join(delta["delta"] for delta in deltas) == whole["text"]
+    assert events[-1]["response"]["output"][0]["content"][0] == whole
+
+
 async def test_a_form(house: Any, strictly: Any) -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     given = {"model": "tiny", "input": "Hi", "text": {"format": form}}
