@@ -112,7 +112,9 @@ class Engine:
         validate_request(
             request,
             max_model_len=self.config.max_model_len,
-            capacity=self.pool.num_blocks * self.config.block_size,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.config.block_size,
+            max_running=self.scheduler.max_running,
             vocab_size=self.vocab_size,
             hold=hold,
         )

@@ -42,8 +42,18 @@ def validate_sampling(params: SamplingParams) -> None:
             raise RequestError(f"{name} {rule}, but is {value}", param=name)
 
 
-def validate_request(request: Request, *, max_model_len: int, capacity: int, vocab_size: int, hold: bool) -> None:
-    """Raises `RequestError` for a request that a worker with `capacity` tokens of KV could never finish."""
+def validate_request(
+    request: Request,
+    *,
+    max_model_len: int,
+    num_blocks: int,
+    block_size: int,
+    max_running: int,
+    vocab_size: int,
+    hold: bool,
+) -> None:
+    """Raises `RequestError` for a request that a worker with this pool, which runs `max_running` sequences at a time,
+    could never finish."""
     validate_sampling(request.sampling)
     _validate_retention(request.retention)
     indices = [choice.index for choice in request.choices]
@@ -55,7 +65,7 @@ def validate_request(request: Request, *, max_model_len: int, capacity: int, voc
     if num_prompt + max_tokens > max_model_len:
         raise _too_long(f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens})", max_model_len, "the model")
     if request.sampling.beam_width is not None:
-        _validate_beams(request, request.sampling.beam_width, capacity)
+        _validate_beams(request, request.sampling.beam_width, num_blocks, block_size, max_running)
     num_top = request.sampling.num_prompt_logprobs
     if num_top is not None and num_prompt * (num_top + 1) > MAX_PROMPT_LOGPROBS:
         raise RequestError(
@@ -66,8 +76,8 @@ def validate_request(request: Request, *, max_model_len: int, capacity: int, voc
         # The last token's KV is never needed, and a prefill worker (`hold`) adds no more than one token.
         num_known = num_prompt + len(choice.emitted_token_ids)
         num_tokens = num_known if hold else num_prompt + max_tokens - 1
-        if num_tokens > capacity:
-            raise _too_long(f"{num_tokens} tokens", capacity, "this worker's KV cache")
+        if num_tokens > num_blocks * block_size:
+            raise _too_long(f"{num_tokens} tokens", num_blocks * block_size, "this worker's KV cache")
     for ids in (request.prompt_token_ids, *(choice.emitted_token_ids for choice in request.choices)):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
@@ -84,8 +94,11 @@ def validate_input(token_ids: Sequence[int], *, max_tokens: int, vocab_size: int
         raise RequestError(f"token ids must be from 0 to {vocab_size - 1}", param="input")
 
 
-def _validate_beams(request: Request, width: int, capacity: int) -> None:
+def _validate_beams(request: Request, width: int, num_blocks: int, block_size: int, max_running: int) -> None:
+    """All beams wait for the last one, so there must be room for all of them at once."""
     params = request.sampling
+    if width > max_running:
+        raise RequestError(f"a worker computes {max_running} beams at once, not {width}", param="beam_width")
     if len(request.choices) > width:
         raise RequestError(f"{width} beams cannot give {len(request.choices)} answers", param="beam_width")
     if any(choice.emitted_token_ids for choice in request.choices):
@@ -96,11 +109,10 @@ def _validate_beams(request: Request, width: int, capacity: int) -> None:
         raise RequestError("a beam search follows the model's own probabilities alone", param="repetition_penalty")
     if num_candidates(params, width) > MAX_CANDIDATES:
         raise RequestError("too many beams for so many stop tokens", param="beam_width")
-    num_tokens = width * (len(request.prompt_token_ids) + params.max_tokens)
-    if num_tokens > capacity // 2:
-        raise _too_long(
-            f"{width} beams of together {num_tokens} tokens", capacity // 2, "half of this worker's KV cache"
-        )
+    num_tokens = len(request.prompt_token_ids) + params.max_tokens
+    if width * -(-num_tokens // block_size) > num_blocks // 2:  # the other half: a beam that comes back wants some free
+        limit = num_blocks // 2 * block_size
+        raise _too_long(f"{width} beams of {num_tokens} tokens each", limit, "half of this worker's KV cache")
 
 
 def _validate_retention(retention: Retention) -> None:

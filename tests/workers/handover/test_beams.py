@@ -116,18 +116,21 @@ async def test_a_search_that_is_cancelled_leaves_nothing(bench: Any, make_reques
     [
         ({"beam_width": 0}, "beam_width"),
         ({"beam_width": 65}, "beam_width"),
+        ({"beam_width": 9}, "beam_width"),  # of which each would wait for one that is never run
         ({"beam_width": 2, "choices": 3}, "beam_width"),
         ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),
         ({"beam_width": 2, "logit_bias": ((5, 1.0),)}, "beam_width"),
         ({"beam_width": 2, "presence_penalty": 1.0}, "beam_width"),
         ({"beam_width": 2, "repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"beam_width": 64, "max_tokens": 900}, "max_tokens"),
+        ({"beam_width": 8, "max_tokens": 900}, "max_tokens"),
+        ({"beam_width": 8, "max_tokens": 480}, "max_tokens"),  # 32 blocks each, half of 504 in all
     ],
 )
 async def test_what_cannot_be_searched_is_refused(
     bench: Any, make_request: Callable[..., Request], changes: dict[str, Any], param: str
 ) -> None:
-    gateway = await bench.gateway(await bench.worker("aggregated", "a"))
+    worker = await bench.worker("aggregated", "a", max_num_seqs=8)
+    gateway = await bench.gateway(worker)
     answer = await gateway.ask(make_request("r", 20, **changes))
     assert answer.failed is not None
     assert (answer.failed.param, answer.failed.retryable) == (param, False)
