@@ -7,6 +7,7 @@ ARGS ?=
 WORKERS ?= 2
 
 BIN := .venv/bin
+HOST_TESTS := test_hosts.py test_lost_clients.py test_ray_up.py
 PACKAGES := kernels workers router cluster
 # Without it the folder `kernels` of this checkout would shadow other packages of that name.
 export PYTHONSAFEPATH = 1
@@ -31,9 +32,10 @@ types: .venv/.installed .typing/tandem
 unit: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-# Three machines as network namespaces: needs root and `ip`, and a minute; not part of `make test`.
-test-hosts: .venv/.installed
-	RUN_HOST_TESTS=1 $(BIN)/pytest tests/deploy/test_hosts.py tests/deploy/test_lost_clients.py $(ARGS)
+# Three machines as network namespaces: needs root and `ip` (sshd and rsync for `ray up`), and six minutes; not part of
+# `make test`.
+test-hosts: .venv/.installed .ray-default/.installed
+	RUN_HOST_TESTS=1 $(BIN)/pytest $(HOST_TESTS:%=tests/deploy/%) $(ARGS)
 
 # Programs of others against the API, in an environment of their own.
 clients: .venv/.installed .clients/.installed
@@ -56,6 +58,11 @@ install: .venv/.installed
 .clients/.installed: tests/clients/requirements.txt
 	test -x .clients/bin/python || $(PYTHON) -m venv .clients
 	.clients/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r tests/clients/requirements.txt
+	@touch $@
+
+# What Ray needs for jobs and `ray up`: beside the lock, so it stays out of .venv.
+.ray-default/.installed: deploy/docker/ray-default.lock | .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target .ray-default -r $<
 	@touch $@
 
 # mypy sees the four folders under their real names through links.

@@ -121,3 +121,12 @@ def test_the_image_pins_everything() -> None:
     pins = [line for line in lock if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin) for pin in pins)
     assert not re.search(r"https?://(?!127\.0\.0\.1)", DOCKERFILE)
+
+
+def test_all_that_waits_to_be_asked_for_is_asked_for() -> None:
+    """`make test-hosts` runs every file that does nothing without RUN_HOST_TESTS, and makes what they need."""
+    folder = ROOT / "tests" / "deploy"
+    gated = {file.name for file in folder.glob("test_*.py") if re.search(r'RUN_HOST_TESTS["] not in', file.read_text())}
+    (listed,) = re.findall(r"^HOST_TESTS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(listed.split()) == gated
+    assert re.search(r"^test-hosts:.* \.ray-default/\.installed", (ROOT / "Makefile").read_text(), re.MULTILINE)
