@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any, get_args
 
 import openai
@@ -11,6 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from tandem.router.openai.messages import Message
+from tandem.router.responses.sealed import Record
 from tandem.router.responses.store import ResponseStore
 from tandem.router.scripted_worker import Conversation
 from tandem.workers.protocol import Submit
@@ -243,3 +245,16 @@ def test_the_store_has_bounds() -> None:
     with pytest.raises(Exception, match="not found"):
         store.get("larger", "me")
     assert (names(), store._num_characters) == ([], 0)
+
+
+def test_what_another_gateway_wrote_is_forgotten_in_its_own_time() -> None:
+    """Although what stands before it in the order has longer."""
+    now = 0.0
+    store = ResponseStore(time_to_live_s=10, clock=lambda: now)
+    store.put("mine", "me", {"id": "mine"}, [])
+    store._take("theirs", "me", Record("stored", {"id": "theirs"}, [], time.time() + 5))
+    assert store.get("theirs", "me").response == {"id": "theirs"}
+    now = 6.0
+    assert store.get("mine", "me")
+    with pytest.raises(Exception, match="not found"):
+        store.get("theirs", "me")
