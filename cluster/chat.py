@@ -14,6 +14,8 @@ from tandem.workers.errors import TandemError, UserError
 
 Message = dict[str, str]
 
+NEAR = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+"""Asked without the environment's proxy."""
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 300.0
 """Between two pieces of an answer; a long prompt is read before the first one."""
@@ -27,7 +29,7 @@ class ChatClient:
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         base = url.rstrip("/").removesuffix("/v1")
         try:
-            self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout)
+            self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout, mounts=dict.fromkeys(NEAR))
         except httpx.InvalidURL as error:
             raise UserError(f"--url {url}: {error}") from error
         self.url = base

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.following import POLL_S, POLL_TIMEOUT_S, ClusterAnswer, LauncherSight, fetch, follow
+from tandem.cluster.following import POLL_S, ClusterAnswer, LauncherSight, client_of, fetch, follow
 from tandem.cluster.gateway_pool import bind_public, open_gateway
 from tandem.cluster.http_server import StopSignals
 from tandem.cluster.keys import ClusterKey
@@ -50,7 +50,7 @@ async def _serve(config: ClusterConfig, cluster_url: str) -> None:
         stack.callback(signals.remove)
         public = stack.enter_context(bind_public(config))
         admin = stack.enter_context(bind(config.admin_host, config.admin_port, flag="--admin-port"))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=cluster_url, timeout=POLL_TIMEOUT_S))
+        client = await stack.enter_async_context(client_of(cluster_url))
         starting = asyncio.create_task(_start(config, client, public, admin, stack))
         stopping = asyncio.create_task(signals.stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import uvloop
 from starlette.applications import Starlette
@@ -30,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.following import POLL_TIMEOUT_S, WORKERS_PATH, LauncherSight, follow
+from tandem.cluster.following import WORKERS_PATH, LauncherSight, client_of, follow
 from tandem.cluster.http_server import StopSignals, running_server
 from tandem.cluster.listeners import share
 from tandem.cluster.logs import configure_logging
@@ -99,8 +98,7 @@ async def _serve(settings: ChildSettings) -> None:
         stack.push_async_callback(gateway.stop)
         is_public = asyncio.Event()
         await stack.enter_async_context(running_server(private_app(gateway, is_public), private))
-        client = httpx.AsyncClient(base_url=settings.cluster_url, timeout=POLL_TIMEOUT_S)
-        await stack.enter_async_context(client)
+        client = await stack.enter_async_context(client_of(settings.cluster_url))
         await gateway.start()
         stack.enter_context(settled_collector())
         sight = LauncherSight()

@@ -36,7 +36,8 @@ def show_status(url: str, *, as_json: bool) -> None:
 def fetch_cluster(url: str) -> dict[str, Any]:
     """GET /cluster. Raises `UserError`."""
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/cluster", timeout=5.0).raise_for_status()
+        # an admin port is never behind the proxy of the environment
+        answer = httpx.get(f"{url.rstrip('/')}/cluster", timeout=5.0, trust_env=False).raise_for_status()
         cluster: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
         raise UserError(f"{url} is not the admin port of a Tandem cluster: {error.response.status_code}") from error

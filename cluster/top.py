@@ -64,7 +64,7 @@ def take_sample(url: str) -> Sample:
     """Raises `UserError` if no cluster answers."""
     cluster = fetch_cluster(url)
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=5.0).raise_for_status()
+        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=5.0, trust_env=False).raise_for_status()
     except httpx.HTTPError as error:
         raise UserError(f"{url} does not show its metrics ({type(error).__name__})") from error
     return Sample(time.monotonic(), cluster, parse_metrics(answer.text))

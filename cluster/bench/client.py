@@ -178,7 +178,7 @@ async def first_model(http: httpx.AsyncClient) -> str:
 async def scrape_histogram(admin_url: str, name: str) -> Histogram | None:
     """A histogram of a /metrics page, summed over its labels; None when it is not to be had."""
     try:
-        async with httpx.AsyncClient(timeout=5.0) as http:
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as http:
             response = await http.get(admin_url.rstrip("/") + "/metrics")
             response.raise_for_status()
         return parse_histogram(response.text, name)

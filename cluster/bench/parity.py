@@ -172,7 +172,7 @@ def show_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S)
+    return httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
 
 
 async def _ask_all(http: httpx.AsyncClient, asks: Sequence[Ask], concurrency: int) -> list[Answer]:

@@ -60,7 +60,7 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Serving]:
 
 
 async def _wait_ready(server: Serving, process: asyncio.subprocess.Process, last_lines: asyncio.Task[str]) -> None:
-    async with httpx.AsyncClient() as http, asyncio.timeout(START_TIMEOUT_S):
+    async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(START_TIMEOUT_S):
         while process.returncode is None:
             with contextlib.suppress(httpx.TransportError):
                 if (await http.get(f"{server.url}/ready")).status_code == 200:

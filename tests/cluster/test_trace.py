@@ -35,7 +35,7 @@ def test_each_edge_has_its_time_and_what_it_took() -> None:
 
 
 def test_the_gateway_that_knows_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(url: str, timeout: float) -> httpx.Response:
+    def get(url: str, timeout: float, trust_env: bool) -> httpx.Response:
         if "away" in url:
             raise httpx.ConnectError("refused")
         return httpx.Response(200 if "second" in url else 404, json=JOURNEY)
@@ -51,7 +51,7 @@ def test_the_gateway_that_knows_it_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_id_is_not_a_path_and_an_answer_may_be_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def get(url: str, timeout: float) -> httpx.Response:
+    def get(url: str, timeout: float, trust_env: bool) -> httpx.Response:
         asked.append(url)
         return httpx.Response(200, text="<html>")
 
