@@ -57,7 +57,7 @@ from tandem.cluster.resolve import (
 from tandem.cluster.scaling import follow_load
 from tandem.router.gateway import Gateway
 from tandem.router.health import can_serve
-from tandem.workers.errors import WorkerUnavailable
+from tandem.workers.errors import UserError, WorkerUnavailable
 from tandem.workers.types import Role, WorkerAddress, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class _Cluster:
 
     async def start(self, public: socket, admin: socket) -> _Started:
         config = self._config = with_absolute_paths(self._config)
-        folder = self._stack.enter_context(_run_folder())
+        folder = self._stack.enter_context(run_folder())
         self._stack.enter_context(guarded(folder))
         finding = asyncio.create_task(self._find_model())
         self._stack.callback(finding.cancel)
@@ -277,14 +277,18 @@ def _growing_pools(config: ClusterConfig) -> dict[Role, tuple[int, int]]:
 
 
 @contextmanager
-def _run_folder() -> Iterator[Path]:
+def run_folder() -> Iterator[Path]:
     """A folder for sockets and logs, which only this user may enter; also the current folder while it lasts.
 
     Ray puts the current folder on the module path of every process it starts: a file of the user's there could take
-    the place of a module.
+    the place of a module. Raises `UserError` where no such folder can be made.
     """
-    parent = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="tandem-", dir=parent if len(parent) < MAX_FOLDER_LEN - 16 else "/tmp"))
+    try:
+        parent = tempfile.gettempdir()
+        folder = Path(tempfile.mkdtemp(prefix="tandem-", dir=parent if len(parent) < MAX_FOLDER_LEN - 16 else "/tmp"))
+    except OSError as error:
+        reason = f"no temporary folder for sockets and logs: {error.strerror}"
+        raise UserError(f"{reason}; make room in /tmp, or name a folder in TMPDIR") from error
     before = Path.cwd()
     os.chdir(folder)
     try:

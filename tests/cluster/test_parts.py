@@ -1,4 +1,4 @@
-"""The parts that `tandem serve` is composed of, each alone: embedded Redis, guard."""
+"""The parts that `tandem serve` is composed of, each alone: embedded Redis, guard, folder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from redis.asyncio import Redis
 
+from tandem.cluster.app import run_folder
 from tandem.cluster.redis_server import EmbeddedRedis
+from tandem.workers.errors import UserError
 
 
 def wait_until(question: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -105,3 +109,9 @@ def test_the_guard_goes_with_a_parent_that_ends_well(tmp_path: Path) -> None:
         for process in psutil.process_iter(["cmdline"])
         if str(tmp_path) in (process.info["cmdline"] or []) and "tandem.cluster.guard" in process.info["cmdline"]
     ]
+
+
+def test_no_room_for_the_run_folder_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(UserError, match="no temporary folder .*: No such file .* TMPDIR"), run_folder():
+        pass
