@@ -113,5 +113,5 @@ def test_the_guard_goes_with_a_parent_that_ends_well(tmp_path: Path) -> None:
 
 def test_no_room_for_the_run_folder_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    with pytest.raises(UserError, match="no temporary folder .*: No such file .* TMPDIR"), run_folder():
+    with pytest.raises(UserError, match=r"no temporary folder .*: No such file .* TMPDIR"), run_folder():
         pass
