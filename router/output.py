@@ -96,13 +96,6 @@ class Answer:
     def is_finished(self) -> bool:
         return self._total.finish_reason is not None
 
-    @property
-    def stop_token_id(self) -> int | None:
-        """The token that ended the answer."""
-        ids = self.total.token_ids
-        is_last = self.total.finish_reason == "stop" and not self.is_cut and ids and ids[-1] in self._stop_token_ids
-        return ids[-1] if is_last else None
-
     def try_push(self, chunk: TokenChunk) -> str | None:
         """`push` for the common case, in which a chunk adds text and nothing else: the text. None: nothing happened."""
         if not self._is_plain or chunk.finish_reason is not None or chunk.logprobs is not None:

@@ -258,3 +258,10 @@ def test_what_another_gateway_wrote_is_forgotten_in_its_own_time() -> None:
     assert store.get("mine", "me")
     with pytest.raises(Exception, match="not found"):
         store.get("theirs", "me")
+
+
+async def test_a_body_that_is_too_deep_is_refused(house: Any) -> None:
+    body = b'{"model": "tiny", "input": "Hi", "previous_response_id": null, "x": %b1%b}' % (b"[" * 5000, b"]" * 5000)
+    answer = await house.http.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert await house.outcomes() == {"rejected": 1.0}
