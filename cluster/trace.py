@@ -62,6 +62,6 @@ def trace_lines(journey: Mapping[str, Any]) -> list[str]:
 
 
 def _detail(name: str, value: Any) -> str:
-    if name in SECONDS and value is not None:
-        return f"{name.removesuffix('_s')} {1000 * value:.1f} ms"
+    if name in SECONDS:
+        return f"{name.removesuffix('_s')} {'-' if value is None else f'{1000 * value:.1f} ms'}"
     return f"{name} {'-' if value is None else value}"

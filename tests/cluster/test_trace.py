@@ -22,7 +22,7 @@ JOURNEY: dict[str, Any] = {
     "num_tokens": 3,
     "edges": [
         {"name": "arrived", "at_s": 0.0},
-        {"name": "routed", "at_s": 0.0105, "prefill": None, "decode": "decode-0", "predicted_s": 0.25},
+        {"name": "routed", "at_s": 0.0105, "prefill": None, "decode": "decode-0", "predicted_s": 0.25, "queue_s": None},
     ],
 }
 
@@ -31,7 +31,7 @@ def test_each_edge_has_its_time_and_what_it_took() -> None:
     lines = trace_lines(JOURNEY)
     assert lines[0] == "r-1  /v1/completions  still running"
     assert "2023-11-14 22:13:20.500" in lines[1]
-    assert " ".join(lines[-1].split()) == "10.5 +10.5 routed prefill - decode decode-0 predicted 250.0 ms"
+    assert " ".join(lines[-1].split()) == "10.5 +10.5 routed prefill - decode decode-0 predicted 250.0 ms queue -"
 
 
 def test_the_gateway_that_knows_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
