@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 State = Literal["connecting", "ready", "lost"]
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+TELL_AFTER_RETRIES = 10
+"""In a row, of a worker that was never reached: some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +122,17 @@ class WorkerLink:
     # The life of the connection
 
     async def _run(self) -> None:
-        retry_s = FIRST_RETRY_S
+        retry_s, num_retries = FIRST_RETRY_S, 0
         while True:
             try:
                 self._connection = await connect(self.address, key=self._live_set.key, peer=self._live_set.peer)
-                retry_s = FIRST_RETRY_S
+                retry_s, num_retries = FIRST_RETRY_S, 0
                 await self._converse(self._connection)
             except WorkerUnavailable as error:
                 if self.state == "ready":
                     logger.warning("worker %s is lost: %s", self.worker_id, error)
+                elif num_retries == TELL_AFTER_RETRIES:
+                    logger.warning("worker %s cannot be reached: %s", self.worker_id, error)
             except ProtocolError as error:
                 logger.error("worker %s broke the protocol: %s", self.worker_id, error)
                 retry_s = LAST_RETRY_S
@@ -139,7 +143,7 @@ class WorkerLink:
             finally:
                 self._lose()
             await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
+            retry_s, num_retries = min(2 * retry_s, LAST_RETRY_S), num_retries + 1
 
     async def _converse(self, connection: Connection) -> None:
         """Read until the connection breaks, or the worker has been silent for too long."""

@@ -125,7 +125,10 @@ async def _introduce(connection: Connection, key: bytes, peer: str) -> Welcome:
     nonce = secrets.token_bytes(16)
     proof = _proof(key, b"client", challenge.nonce, nonce)
     connection.send(Hello(protocol_version=PROTOCOL_VERSION, peer=peer, nonce=nonce, proof=proof))
-    welcome = await connection.receive_expected(Welcome)
+    try:
+        welcome = await connection.receive_expected(Welcome)
+    except WorkerUnavailable as error:
+        raise WorkerUnavailable("it hung up when we introduced ourselves: is the cluster key the same?") from error
     if welcome.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol_version differs: ours {PROTOCOL_VERSION}, theirs {welcome.protocol_version}")
     if not hmac.compare_digest(welcome.proof, _proof(key, b"server", nonce, challenge.nonce)):

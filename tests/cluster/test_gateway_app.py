@@ -13,7 +13,9 @@ import pytest
 from tandem.cluster.following import ClusterAnswer, LauncherSight, Listed, apply_list, fetch, follow
 from tandem.cluster.gateway_app import run_gateway
 from tandem.router import health
+from tandem.router import workers as router_workers
 from tandem.router.config import GatewayConfig
+from tandem.router.scripted_worker import ScriptedWorker
 from tandem.router.workers import WorkerSet
 from tandem.workers.errors import UserError
 
@@ -115,3 +117,19 @@ def test_a_gateway_needs_the_launchers_key() -> None:
         run_gateway(ClusterConfig(model="m"), "http://launcher")
     with pytest.raises(UserError, match="--cluster-url must be an http:// URL, but is 'head:8001'"):
         run_gateway(ClusterConfig(model="m", cluster_key="0123456789abcdef"), "head:8001")
+
+
+async def test_a_gateway_with_another_key_is_told_why_nobody_talks_to_it(
+    workers: WorkerSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router_workers, "TELL_AFTER_RETRIES", 1)
+    worker = ScriptedWorker("decode-0", "decode", key=b"another key")
+    workers.add(await worker.start())
+    async with asyncio.timeout(5):
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await worker.stop()
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "tandem.router.workers"]
+    assert message == (
+        "worker decode-0 cannot be reached: it hung up when we introduced ourselves: is the cluster key the same?"
+    )
