@@ -65,9 +65,10 @@ def take_sample(url: str) -> Sample:
     cluster = fetch_cluster(url)
     try:
         answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=5.0, trust_env=False).raise_for_status()
-    except httpx.HTTPError as error:
+        values = parse_metrics(answer.text)
+    except (httpx.HTTPError, ValueError) as error:
         raise UserError(f"{url} does not show its metrics ({type(error).__name__})") from error
-    return Sample(time.monotonic(), cluster, parse_metrics(answer.text))
+    return Sample(time.monotonic(), cluster, values)
 
 
 def quantile(share: float, before: Mapping[float, float], now: Mapping[float, float]) -> float | None:
