@@ -17,9 +17,10 @@ export PYTHONSAFEPATH = 1
 serve: .venv/.installed
 	exec $(BIN)/tandem serve $(MODEL) $(ARGS)
 
-# All at once: what only waits for the package index does it beside the tests.
+# What only waits for the package index does it beside mypy; the tests start Ray, which wants the machine for itself.
 test:
-	$(MAKE) --jobs=4 .clients/.installed lint types unit
+	$(MAKE) --jobs=3 .clients/.installed lint types
+	$(MAKE) unit
 	$(MAKE) clients
 
 lint: .venv/.installed

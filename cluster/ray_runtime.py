@@ -10,9 +10,15 @@ import logging
 import os
 import secrets
 import socket
+from functools import partial
 from pathlib import Path
 
-from tandem.workers.errors import UserError
+import psutil
+
+from tandem.cluster.guard import end_processes
+from tandem.workers.errors import TandemError, UserError
+
+logger = logging.getLogger(__name__)
 
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` writes the address of the head."""
@@ -21,6 +27,10 @@ HEAD_TIMEOUT_S = "86400"
 """Of Ray's own patience with a head that is away."""
 OBJECT_STORE_BYTES = 80 << 20
 """Ray refuses less than 75 MiB, and we store nothing in it."""
+
+
+class RayNotStarted(TandemError):
+    """Twice, on this machine."""
 
 
 def prepare_environment() -> None:
@@ -40,10 +50,26 @@ def prepare_environment() -> None:
 
 
 def start_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> None:
-    """Start Ray's processes below `folder`. Blocks for 4 to 12 s.
+    """Start Ray's processes below `folder`. Blocks for 4 to 12 s. Raises `RayNotStarted`.
 
     The thread that calls this must live as long as Ray is needed: its processes end with the thread that started them.
     """
+    begin = partial(_start_node, folder, num_cpus=num_cpus, num_gpus=num_gpus)
+    before = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    try:
+        begin()
+    except Exception:  # noqa: BLE001 Ray has no type of its own for a node that is late
+        # It waits 30 s, which the first start after an installation can miss on a busy machine. Then all is compiled.
+        logger.warning("Ray did not start in its time: once more")
+        stop_ray()
+        end_processes(str(folder), spared=before)
+        try:
+            begin()
+        except Exception as error:
+            raise RayNotStarted(f"Ray did not start, twice: {error} Is the machine very busy?") from error
+
+
+def _start_node(folder: Path, *, num_cpus: int, num_gpus: int) -> None:
     import ray
 
     ray.init(

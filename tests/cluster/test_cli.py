@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -96,9 +95,8 @@ def test_api_keys_are_repeated_and_never_shown() -> None:
 
 def test_a_model_that_cannot_be_served_ends_before_ray_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    began = time.monotonic()
     done = tandem("serve", str(tmp_path), "--port", "0", "--admin-port", "0")
-    assert time.monotonic() - began < 10
+    assert "ray  " not in done.stderr
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("tandem: ")
     assert "config.json" in done.stderr.strip().splitlines()[-1]
