@@ -156,7 +156,9 @@ class DecodeWorker:
             if active is None:
                 continue
             if output.error is not None:
-                self._fail(active, output.error, retryable=output.is_retryable)
+                # what no worker can go on with is the request's own contradiction, and its client is told
+                code = "internal_error" if output.is_retryable else "invalid_request"
+                self._fail(active, output.error, retryable=output.is_retryable, code=code)
             elif output.answers:
                 self._start(active)
                 chunks[active.connection] += [_whole_chunk(active, answer) for answer in output.answers]
@@ -269,9 +271,9 @@ class DecodeWorker:
         for sequence in self.engine.cancel(active.engine_id, choice):
             active.fills[sequence.choice].cancel()
 
-    def _fail(self, active: ActiveRequest, message: str, *, retryable: bool) -> None:
+    def _fail(self, active: ActiveRequest, message: str, *, retryable: bool, code: str) -> None:
         self._cancel(active)
-        self._send_failed(active, message, retryable=retryable)
+        self._send_failed(active, message, retryable=retryable, code=code)
 
     def _end_late(self, active: ActiveRequest) -> None:
         """The gateway's deadline, and ours should the gateway be unable to keep it."""
