@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tandem.workers.block_key import TOKEN_BYTES
 from tandem.workers.errors import ModelError
 from tandem.workers.models.config import Architecture, ModelConfig, RopeConfig
 
@@ -109,7 +110,7 @@ def read_config(folder: Path) -> ModelConfig:
     eos_token_ids, bos_token_id = _special_token_ids(folder, file)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=file.size("vocab_size"),
+        vocab_size=_vocab_size(file),
         hidden_size=file.size("hidden_size"),
         intermediate_size=file.size("intermediate_size"),
         num_layers=file.size("num_hidden_layers"),
@@ -129,6 +130,13 @@ def read_config(folder: Path) -> ModelConfig:
         output_bias=attention_bias and architecture != "qwen2",
         mlp_bias=architecture == "llama" and file.flag("mlp_bias"),
     )
+
+
+def _vocab_size(file: JsonFile) -> int:
+    size, most = file.size("vocab_size"), 1 << 8 * TOKEN_BYTES
+    if size > most:
+        raise file.fail(f"vocab_size must be at most {most}: block keys hold {TOKEN_BYTES} bytes of a token id")
+    return size
 
 
 def config_path(folder: Path) -> Path:

@@ -185,6 +185,7 @@ def test_end_tokens_without_a_row(tmp_path: Path) -> None:
         ({"hidden_size": 18}, ["hidden_size (18)"]),
         ({"head_dim": 5}, ["head_dim", "even"]),
         ({"vocab_size": ...}, ["vocab_size is missing"]),
+        ({"vocab_size": (1 << 24) + 1}, ["vocab_size must be at most 16777216"]),
         ({"num_hidden_layers": -1}, ["num_hidden_layers", "-1"]),
         ({"hidden_size": "16"}, ["hidden_size", "'16'"]),
         ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "'no'"]),
