@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from tandem.router.errors import ApiError
 from tandem.router.output import Answer, Delta
+from tandem.workers.types import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class Usage:
 
 class Form(Protocol):
     """One answer in one endpoint's shape: as a stream of events, or whole. `answers` come by index."""
+
+    def take_prompt(self, position: int, scored: Sequence[TokenLogprobs]) -> None:
+        """How likely the tokens of this prompt are, but its first; told before its answers begin, where the plan scores
+        prompts. Called in a thread: whatever is slow about it is done here, once."""
 
     def begin(self) -> bytes:
         """The first events, when a worker has taken the request."""

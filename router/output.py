@@ -88,8 +88,6 @@ class Answer:
         self.stop_string: str | None = None
         """The one that ended the answer."""
         self.has_calls = False
-        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        """Of each token of the prompt but the first, if they were asked for."""
         self.num_reasoning_tokens = 0
 
     @property

@@ -82,8 +82,8 @@ class Reply:
         is_first = not self._started
         self._started[position] = event
         self._metrics.prompt_tokens.inc(len(self._plan.prompts[position]))
-        for index in range(self._plan.num_choices):
-            self._answers[position, index].prompt_logprobs = event.prompt_logprobs
+        if self._plan.scores_prompts:
+            await asyncio.to_thread(self._form.take_prompt, position, event.prompt_logprobs)
         if is_first:
             self._headers += [
                 ("x-tandem-prefill-worker", event.prefill_worker),

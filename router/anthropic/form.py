@@ -14,6 +14,7 @@ from tandem.router.form import Naming, Usage
 from tandem.router.output import Answer, Delta
 from tandem.router.parsers.pieces import CallArguments, CallStart, Content, Message, Piece, Reasoning
 from tandem.router.plan import Plan
+from tandem.workers.types import TokenLogprobs
 
 
 class MessageForm:
@@ -25,6 +26,9 @@ class MessageForm:
         self._num_blocks = 0
         self._open: str | None = None
         """The type of the block that is being written."""
+
+    def take_prompt(self, position: int, scored: Sequence[TokenLogprobs]) -> None:
+        """This API shows nothing of the kind."""
 
     def begin(self) -> bytes:
         usage = _usage(Usage(sum(map(len, self._plan.prompts)), 0, 0, 0))

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tandem.router.errors import ApiError
 from tandem.router.form import Naming, Usage
 from tandem.router.openai import sse
@@ -14,6 +16,7 @@ from tandem.router.output import Answer, Delta
 from tandem.router.parsers.pieces import CallArguments, CallStart, Content, Message, Piece, Reasoning
 from tandem.router.plan import Plan
 from tandem.router.tokenizer import Tokenizer
+from tandem.workers.types import TokenLogprobs
 
 
 def new_call_id() -> str:
@@ -39,9 +42,15 @@ class ChatForm:
         )
         self._unopened = set(range(plan.num_choices)) if plan.scores_prompts else set()
         """Choices whose first chunk waits for the logprobs of the prompt."""
+        self._prompt_logprobs: msgspec.Raw | None = None
+        """Where they are shown."""
 
         self._text_chunks: Sequence[Callable[[str], bytes]] | None = None
         """By choice; made when the first is asked for, since most of a client's time it waits."""
+
+    def take_prompt(self, position: int, scored: Sequence[TokenLogprobs]) -> None:
+        if self._plan.shows_prompt_logprobs:
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, self._plan.prompts[position], scored)
 
     def begin(self) -> bytes:
         """The first chunk of each choice carries the role."""
@@ -59,7 +68,7 @@ class ChatForm:
         """Chunks of text carry no finish reason, and the one with the finish reason carries no text."""
         if index in self._unopened:
             self._unopened.discard(index)
-            opening = self._opening(index, self._extras() | self._scored_prompt(answer))
+            opening = self._opening(index, self._extras() | self._scored_prompt())
             return opening + self.show(index, answer, delta)
         told = self._told(delta)
         if not told and (delta.scored or (self._plan.return_token_ids and delta.token_ids)):
@@ -110,14 +119,11 @@ class ChatForm:
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
             "usage": usage.for_openai(),
             **self._extras(),
-            **self._scored_prompt(answers[0]),
+            **self._scored_prompt(),
         }
 
-    def _scored_prompt(self, answer: Answer) -> dict[str, Any]:
-        if not self._plan.shows_prompt_logprobs:
-            return {}
-        scored = prompt_logprobs(self._tokenizer, self._plan.prompts[0], answer.prompt_logprobs)
-        return {"prompt_logprobs": scored}
+    def _scored_prompt(self) -> dict[str, Any]:
+        return {} if self._prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         choice: dict[str, Any] = {

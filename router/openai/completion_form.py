@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tandem.router.errors import ApiError
 from tandem.router.form import Naming, Usage
 from tandem.router.openai import sse
-from tandem.router.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs, prompt_offsets
+from tandem.router.openai.logprobs import EchoedLogprobs, completion_logprobs, prompt_logprobs
 from tandem.router.output import Answer, Delta
 from tandem.router.plan import Plan
 from tandem.router.tokenizer import Tokenizer
+from tandem.workers.types import TokenLogprobs
 
 
 class CompletionForm:
@@ -29,11 +32,19 @@ class CompletionForm:
         self._writer = sse.ChunkWriter(self._envelope, shows_usage=plan.include_usage)
         self._unopened = set(range(plan.num_sequences)) if plan.scores_prompts else set()
         """Choices whose first chunk waits for the logprobs of their prompt."""
-        self._prompt_text_lens: dict[int, int] = {}
-        """By choice, where the prompt's tokens are part of its logprobs."""
+        self._echoed_logprobs: dict[int, EchoedLogprobs] = {}
+        self._prompt_logprobs: dict[int, msgspec.Raw] = {}
+        """Both by prompt, where they are shown."""
 
         self._text_chunks: Sequence[Callable[[str], bytes]] | None = None
         """By choice; made when the first is asked for."""
+
+    def take_prompt(self, position: int, scored: Sequence[TokenLogprobs]) -> None:
+        plan, prompt = self._plan, self._plan.prompts[position]
+        if plan.echo and plan.shows_logprobs:
+            self._echoed_logprobs[position] = EchoedLogprobs(self._tokenizer, prompt, scored)
+        if plan.shows_prompt_logprobs:
+            self._prompt_logprobs[position] = prompt_logprobs(self._tokenizer, prompt, scored)
 
     def begin(self) -> bytes:
         """Nothing opens a completion, unless the client wants to see its prompt."""
@@ -45,21 +56,20 @@ class CompletionForm:
         choice = self._choice(index, Delta(text=self._echoed(index)))
         return self._writer.chunk(choice | self._prompt(index) | scored)
 
-    def _scored_opening(self, index: int, answer: Answer) -> bytes:
+    def _scored_opening(self, index: int) -> bytes:
         self._unopened.discard(index)
-        plan, prompt = self._plan, self._plan.prompts[index // self._plan.num_choices]
+        position = index // self._plan.num_choices
         scored: dict[str, Any] = {}
-        if plan.echo and plan.shows_logprobs:
+        if position in self._echoed_logprobs:
             nothing = completion_logprobs(self._tokenizer, [])
-            scored["logprobs"] = echoed_logprobs(self._tokenizer, prompt, answer.prompt_logprobs, nothing)
-            self._prompt_text_lens[index] = prompt_offsets(self._tokenizer, prompt)[-1]
-        if plan.shows_prompt_logprobs:
-            scored["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, answer.prompt_logprobs)
+            scored["logprobs"] = self._echoed_logprobs[position].before(nothing)
+        if position in self._prompt_logprobs:
+            scored["prompt_logprobs"] = self._prompt_logprobs[position]
         return self._opening(index, scored)
 
     def show(self, index: int, answer: Answer, delta: Delta) -> bytes:
         if index in self._unopened:
-            return self._scored_opening(index, answer) + self.show(index, answer, delta)
+            return self._scored_opening(index) + self.show(index, answer, delta)
         has_news = delta.text or delta.scored or delta.finish_reason is not None
         if not has_news and not (self._plan.return_token_ids and delta.token_ids):
             return b""
@@ -89,15 +99,15 @@ class CompletionForm:
         return {**self._envelope, "choices": choices, "usage": usage.for_openai()}
 
     def _whole_choice(self, index: int, answer: Answer, position: int) -> dict[str, Any]:
-        plan, prompt = self._plan, self._plan.prompts[position]
+        plan = self._plan
         first = position * plan.num_choices
         choice = self._choice(index, Delta(finish_reason="length") if plan.only_prompt else answer.total)
         choice["text"] = self._echoed(first) + choice["text"]
-        if plan.echo and plan.shows_logprobs:
-            written = choice["logprobs"] or completion_logprobs(self._tokenizer, [])
-            choice["logprobs"] = echoed_logprobs(self._tokenizer, prompt, answer.prompt_logprobs, written)
-        if plan.shows_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, answer.prompt_logprobs)
+        if position in self._echoed_logprobs:
+            written = completion_logprobs(self._tokenizer, [] if plan.only_prompt else answer.total.scored)
+            choice["logprobs"] = self._echoed_logprobs[position].before(written)
+        if position in self._prompt_logprobs:
+            choice["prompt_logprobs"] = self._prompt_logprobs[position]
         return choice | self._prompt(first)
 
     def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
@@ -113,7 +123,8 @@ class CompletionForm:
             "finish_reason": delta.finish_reason,
         }
         if delta.scored and self._plan.shows_logprobs:
-            start = self._prompt_text_lens.get(index, 0)
+            echoed = self._echoed_logprobs.get(index // self._plan.num_choices)
+            start = 0 if echoed is None else echoed.text_len
             choice["logprobs"] = completion_logprobs(self._tokenizer, delta.scored, start)
         if self._plan.return_token_ids:
             choice["token_ids"] = delta.token_ids

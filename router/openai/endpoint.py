@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 5.0
 """How long a client may take to read that its request has failed."""
+MAX_PROMPT_LOGPROBS = 1 << 21
+"""Of all choices of an answer; some 50 bytes each."""
 LARGE_BODY_BYTES = 16 << 10
 """Bodies from here on are parsed and tokenised in a thread, so that they do not hold up everybody's streams."""
 
@@ -207,7 +209,19 @@ class GenerationEndpoint(Endpoint):
             raise bad_request(
                 f"A request may ask for at most {house.config.max_num_choices} choices in all.", param="n"
             )
+        _check_scored(plan)
         return asked, plan
+
+
+def _check_scored(plan: Plan) -> None:
+    """Raises `ApiError` 400 for logprobs of prompts that would make an answer of hundreds of megabytes."""
+    num_each = plan.sampling.num_prompt_logprobs
+    if num_each is None:
+        return
+    num_scored = sum(map(len, plan.prompts)) * plan.num_choices * (num_each + 1)
+    if num_scored > MAX_PROMPT_LOGPROBS:
+        message = f"The answer would tell {num_scored} logprobs of prompts: at most {MAX_PROMPT_LOGPROBS} are told."
+        raise bad_request(message, param="prompt_logprobs" if plan.shows_prompt_logprobs else "logprobs")
 
 
 async def _check_grammar(grammars: GrammarChecker, plan: Plan) -> None:

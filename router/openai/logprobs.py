@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from tandem.router.http import encode_json
 from tandem.router.output import ScoredToken
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.types import TokenLogprobs
@@ -51,26 +54,30 @@ def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     return offsets
 
 
-def echoed_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], scored: Sequence[TokenLogprobs], answer: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The four lists of a completion's `answer` with the prompt's tokens before them; nothing comes before the first
-    token, so nothing says how likely it was. Offsets count from the prompt's beginning."""
-    *offsets, length = prompt_offsets(tokenizer, prompt)
-    told = [ScoredToken(token_id, logprobs, 0) for token_id, logprobs in zip(prompt[1:], scored, strict=True)]
-    return {
-        "tokens": [_name(tokenizer, token_id) for token_id in prompt] + answer["tokens"],
-        "token_logprobs": [None, *[max(token.logprobs.logprob, LOWEST) for token in told], *answer["token_logprobs"]],
-        "top_logprobs": [None, *[_alternatives(tokenizer, token) for token in told], *answer["top_logprobs"]],
-        "text_offset": offsets + [length + offset for offset in answer["text_offset"]],
-    }
+class EchoedLogprobs:
+    """The four lists of a prompt that is echoed before its answers. Slow to make for a long one."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], scored: Sequence[TokenLogprobs]) -> None:
+        *offsets, self.text_len = prompt_offsets(tokenizer, prompt)
+        told = [ScoredToken(token_id, logprobs, 0) for token_id, logprobs in zip(prompt[1:], scored, strict=True)]
+        # nothing comes before the first token, so nothing says how likely it was
+        self._lists: Mapping[str, list[Any]] = {
+            "tokens": [_name(tokenizer, token_id) for token_id in prompt],
+            "token_logprobs": [None, *[max(token.logprobs.logprob, LOWEST) for token in told]],
+            "top_logprobs": [None, *[_alternatives(tokenizer, token) for token in told]],
+            "text_offset": offsets,
+        }
+
+    def before(self, answer: Mapping[str, list[Any]]) -> dict[str, Any]:
+        """With the lists of an answer behind them, in which offsets count from the answer's beginning."""
+        moved = {**answer, "text_offset": [self.text_len + offset for offset in answer["text_offset"]]}
+        return {name: [*before, *moved[name]] for name, before in self._lists.items()}
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], scored: Sequence[TokenLogprobs]
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], scored: Sequence[TokenLogprobs]) -> msgspec.Raw:
     """`prompt_logprobs`: per token of the prompt those that were likely there and the one that stands there, by id.
-    `rank` is null for one that was not among the likeliest."""
+    `rank` is null for one that was not among the likeliest. As JSON: several answers may show the same. Slow to make
+    for a long prompt."""
     told: list[dict[str, Any] | None] = [None]
     for token_id, logprobs in zip(prompt[1:], scored, strict=True):
         likely = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
@@ -79,7 +86,7 @@ def prompt_logprobs(
         }
         entry.setdefault(str(token_id), _ranked(tokenizer, token_id, logprobs.logprob, None))
         told.append(entry)
-    return told
+    return msgspec.Raw(encode_json(told))
 
 
 def _ranked(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:

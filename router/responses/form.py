@@ -18,6 +18,7 @@ from tandem.router.plan import Plan
 from tandem.router.responses.items import FunctionCall, InputMessage, ReasoningItem, as_messages
 from tandem.router.responses.output import Event, Output
 from tandem.router.tokenizer import Tokenizer
+from tandem.workers.types import TokenLogprobs
 
 if TYPE_CHECKING:
     from tandem.router.responses.wire import AskedResponse
@@ -36,6 +37,9 @@ class ResponseForm:
         self._numbers = itertools.count()
         if asked.request.store is not False:
             asked.store.begin(self._id, asked.caller, lambda: self._response("in_progress"), naming.cancel)
+
+    def take_prompt(self, position: int, scored: Sequence[TokenLogprobs]) -> None:
+        """This API shows nothing of the kind."""
 
     def begin(self) -> bytes:
         response = self._response("in_progress")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+
+from tandem.router.openai import chat_form, completion_form, endpoint
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: list[Any] = [{"role": "user", "content": "Grüße 🙂"}]
@@ -64,3 +67,46 @@ async def test_completions(house: Any, events_of: Any, fields: dict[str, Any]) -
             joined = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
             assert joined == expected["logprobs"][name], name
         assert parts[-1]["finish_reason"] == expected["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"messages": HELLO, "prompt_logprobs": 1}),
+        (COMPLETIONS, {"prompt": "Hello", "prompt_logprobs": 1}),
+        (COMPLETIONS, {"prompt": "Hello", "echo": True, "logprobs": 1}),
+    ],
+)
+async def test_a_prompts_logprobs_are_made_once_and_beside_the_event_loop(
+    house: Any, events_of: Any, path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many answers show them: for thousands of tokens they take a second, in which all streams would wait."""
+    threads: list[threading.Thread] = []
+
+    def noted(function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            threads.append(threading.current_thread())
+            return function(*given)
+
+        return call
+
+    for form in (chat_form, completion_form):
+        monkeypatch.setattr(form, "prompt_logprobs", noted(form.prompt_logprobs))
+    monkeypatch.setattr(completion_form, "EchoedLogprobs", noted(completion_form.EchoedLogprobs))
+    await both(house, events_of, path, n=3, **more)
+    assert len(threads) == 2  # whole, and streamed
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20, "max_tokens": 1}, "logprobs")],
+)
+async def test_an_answer_that_would_be_nothing_but_logprobs_is_refused(
+    house: Any, more: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_PROMPT_LOGPROBS", 3 * 8 * 21)
+    body = {"model": "tiny", "prompt": [5] * 8, **more}
+    assert (await house.http.post(COMPLETIONS, json={**body, "n": 3})).status_code == 200
+    refused = await house.http.post(COMPLETIONS, json={**body, "n": 4})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
