@@ -14,10 +14,13 @@ from tandem.router.tokenizer import Tokenizer
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine
 from tandem.workers.errors import RequestError, UserError
+from tandem.workers.kv_cache import num_blocks_for
 from tandem.workers.server import identity_of, load_runner
 from tandem.workers.types import Request, SamplingParams
 
 MAX_CONTEXT = 8192
+BLOCK_SIZE = 32
+KV_MEMORY_BYTES = 1 << 30
 
 
 def generate(
@@ -40,13 +43,16 @@ def generate(
     tokenizer = Tokenizer(resolved.folder)
     threads = num_threads or torch.get_num_threads()
     torch.set_num_threads(threads)
+    blocks = num_blocks_for(KV_MEMORY_BYTES, resolved.config, BLOCK_SIZE, getattr(torch, resolved.dtype))
     config = WorkerConfig(
         model_path=resolved.folder,
         model_name=resolved.name,
         role="aggregated",
         worker_id="local",
         dtype=resolved.dtype,
-        max_model_len=min(MAX_CONTEXT, resolved.config.max_position_embeddings),
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=KV_MEMORY_BYTES,
+        max_model_len=min(MAX_CONTEXT, resolved.config.max_position_embeddings, blocks * BLOCK_SIZE),
         num_threads=threads,
         tuning_file=cache_folder() / TUNING_FILE,
     )

@@ -23,6 +23,7 @@ from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.config import GatewayConfig
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import UserError
+from tandem.workers.transfer.base import NUM_PROBE_BLOCKS
 from tandem.workers.types import Role
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "aggregated")
@@ -136,21 +137,22 @@ def _block_bytes(config: ClusterConfig, model: ResolvedModel) -> int:
 def _max_model_len(config: ClusterConfig, model: ResolvedModel, kv_bytes: int) -> int:
     """The model's context, or what was asked for; never more than the KV cache of one worker can hold."""
     block_bytes = _block_bytes(config, model)
-    room = kv_bytes // block_bytes * config.block_size
+    room = max(0, kv_bytes // block_bytes - NUM_PROBE_BLOCKS) * config.block_size
     context = model.config.max_position_embeddings
     wanted = config.max_model_len
     if room < 2:
         raise UserError(
-            f"--kv-cache-memory-bytes {kv_bytes} does not hold one block: {config.block_size} tokens of {model.name} "
-            f"take {block_bytes} bytes"
+            f"--kv-cache-memory-bytes {kv_bytes} does not hold one block beside the {NUM_PROBE_BLOCKS} that workers "
+            f"probe each other with: {config.block_size} tokens of {model.name} take {block_bytes} bytes"
         )
     if wanted is None:
         return min(context, room)
     if wanted > context:
         raise UserError(f"--max-model-len {wanted} exceeds the {context} tokens that {model.name} was made for")
     if wanted > room:
+        num_blocks = -(-wanted // config.block_size) + NUM_PROBE_BLOCKS
         raise UserError(
-            f"--max-model-len {wanted} needs {-(-wanted // config.block_size) * block_bytes} bytes of KV per worker, "
+            f"--max-model-len {wanted} needs {num_blocks * block_bytes} bytes of KV per worker, "
             f"but --kv-cache-memory-bytes is {kv_bytes}"
         )
     return wanted

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.cluster import resolve as resolve_module
 from tandem.cluster.app import with_absolute_paths
@@ -13,7 +14,9 @@ from tandem.cluster.config import ClusterConfig, load_config
 from tandem.cluster.model_source import ResolvedModel
 from tandem.cluster.resolve import gateway_config, reserve_configs, resolve, worker_configs
 from tandem.workers.errors import UserError
+from tandem.workers.kv_cache import num_blocks_for
 from tandem.workers.models.config import ModelConfig, RopeConfig
+from tandem.workers.transfer.base import NUM_PROBE_BLOCKS
 
 GIB = 1 << 30
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 2  # of the model below in bfloat16
@@ -137,9 +140,12 @@ def test_a_small_machine_gives_a_share_of_its_memory() -> None:
 
 
 def test_the_context_is_cut_to_what_the_cache_holds() -> None:
-    assert resolved(kv_cache_memory_bytes=100 * 32 * TOKEN_BYTES).max_model_len == 3200
+    """As the worker counts, whose transfer probes with some blocks of its own."""
+    memory = (100 + NUM_PROBE_BLOCKS) * 32 * TOKEN_BYTES
+    assert num_blocks_for(memory, model().config, 32, torch.bfloat16) == 100
+    assert resolved(kv_cache_memory_bytes=memory).max_model_len == 3200
     with pytest.raises(UserError, match=r"--max-model-len 3201 needs \d+ bytes of KV per worker"):
-        resolved(kv_cache_memory_bytes=100 * 32 * TOKEN_BYTES, max_model_len=3201)
+        resolved(kv_cache_memory_bytes=memory, max_model_len=3201)
     with pytest.raises(UserError, match="--max-model-len 9000 exceeds the 8192 tokens"):
         resolved(max_model_len=9000)
     with pytest.raises(UserError, match="--kv-cache-memory-bytes 1000 does not hold one block"):
