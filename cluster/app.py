@@ -114,6 +114,7 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
             await cluster.leave_lost_ray()
         say("stopping: running requests have a few seconds; again to stop at once")
         await started.gateway.stop(drain_s=config.drain_timeout)
+        await cluster.leave_absent_ray()
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
@@ -139,6 +140,7 @@ class _Cluster:
         self._key = ClusterKey.of(config.cluster_key)
         self._is_starting = True
         self._supervisor: Supervisor | None = None
+        self._watch: RayWatch | None = None
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Set when Ray is gone for good, with the reason."""
 
@@ -155,7 +157,7 @@ class _Cluster:
         if finding.done():
             resolve(config, finding.result())
         await self._start_ray(folder)
-        watch = self._watch_ray()
+        watch = self._watch = self._watch_ray()
         resolved = resolve(config, await finding)
         gateway = await self._start_gateway(resolved, redis_url, public, admin)
         watch.can_decode = partial(can_serve, gateway.workers)
@@ -207,6 +209,13 @@ class _Cluster:
         watching = asyncio.create_task(watch.watch(), name="watch Ray")
         self._stack.callback(watching.cancel)
         return watch
+
+    async def leave_absent_ray(self) -> None:
+        """At a stop, if Ray is away: it may come back, but who asks it to end something would wait until then."""
+        if self._watch is not None and not self._watch.is_up:
+            if not self.lost.done():
+                self.lost.set_result("stopped while Ray was away: its workers end with this process")
+            await self.leave_lost_ray()
 
     async def leave_lost_ray(self) -> None:
         """If Ray is lost: end in good order what does not need it, and then this process. Raises `RayLost`."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
 
 import pytest
 
-from tandem.cluster import ray_watch
-from tandem.cluster.ray_watch import HEAD_GRACE_S, RAYLET_GRACE_S, Endpoint, RayWatch, Sight, Verdict, judge
+from tandem.cluster import app, ray_watch
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.http_server import StopSignals
+from tandem.cluster.progress import StartProgress
+from tandem.cluster.ray_watch import HEAD_GRACE_S, RAYLET_GRACE_S, Endpoint, RayLost, RayWatch, Sight, Verdict, judge
 
 
 @pytest.mark.parametrize(
@@ -137,3 +142,22 @@ async def test_a_ray_of_our_own_is_not_waited_for(part: str) -> None:
     assert await asyncio.wait_for(scene.lost, 5) == f"{part} is gone; this process ends, so that it is started anew"
     await watching
     scene.close()
+
+
+async def test_who_stops_while_ray_is_away_asks_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "LOST_STOP_S", 3600.0)
+    abandoned: list[bool] = []
+
+    async def abandon() -> None:
+        abandoned.append(True)
+
+    async with AsyncExitStack() as stack:
+        cluster = app._Cluster(ClusterConfig(model="m"), StartProgress(), stack, StopSignals())
+        cluster._supervisor = SimpleNamespace(abandon=abandon)  # type: ignore[assignment]
+        cluster._watch = SimpleNamespace(is_up=True)  # type: ignore[assignment]
+        await cluster.leave_absent_ray()
+        cluster._watch = SimpleNamespace(is_up=False)  # type: ignore[assignment]
+        for _ in range(2):  # the second time it was lost meanwhile
+            with pytest.raises(RayLost, match="stopped while Ray was away"):
+                await cluster.leave_absent_ray()
+    assert abandoned == [True, True]
