@@ -6,6 +6,7 @@ What runs on a host is a child of its first process (`unshare --kill-child`): en
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_networks = itertools.count()
 NETWORK = "198.18.77.0/24"
 """Of the addresses that are set aside for testing networks."""
 HERE = "198.18.77.254"
@@ -94,7 +96,8 @@ class Network:
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self._folder = folder
         self._environment = environment
-        self._tag = f"t{os.getpid() % 100_000}"
+        # never the same again: the devices of a namespace that was deleted are there for a moment longer
+        self._tag = f"t{os.getpid() % 100_000}x{next(_networks)}"
         self._num_made = 0
         self.hosts: list[Host] = []
 
