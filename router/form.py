@@ -45,6 +45,9 @@ class Usage:
 class Form(Protocol):
     """One answer in one endpoint's shape: as a stream of events, or whole. `answers` come by index."""
 
+    is_pure: bool
+    """`whole` touches nothing but what it is given: it may be called in a thread, where there is much to tell."""
+
     def take_prompt(self, position: int, scored: Sequence[TokenLogprobs]) -> None:
         """How likely the tokens of this prompt are, but its first; told before its answers begin, where the plan scores
         prompts. Called in a thread: whatever is slow about it is done here, once."""

@@ -29,6 +29,9 @@ MAX_WAITING_BYTES = 64 << 10
 """Tokens of one request that may wait for a client that does not read. As much again may be in what is being written,
 and the server and the kernel have their own share (http_protocol.py): below 256 KiB in all."""
 
+MANY_LOGPROBS = 1000
+"""In a whole answer, which takes milliseconds from here on: it is made in a thread, or all streams would wait."""
+
 Lane = Callable[[TokenChunk], Sequence[int] | None]
 
 
@@ -167,8 +170,14 @@ class WholeReply(Reply):
     """One JSON object at the end."""
 
     async def done(self) -> None:
+        given = list(self._answers.values()), self._usage()
+        num_each = 1 + (self._plan.sampling.num_logprobs or 0)
+        num_logprobs = num_each * sum(len(answer.total.scored) for answer in given[0])
+        if num_logprobs > MANY_LOGPROBS and self._form.is_pure:
+            body = await asyncio.to_thread(self._form.whole, *given)
+        else:
+            body = self._form.whole(*given)
         self.has_begun = True
-        body = self._form.whole(list(self._answers.values()), self._usage())
         await send_json(self._send, 200, body, self._headers)
 
     async def fail(self, error: ApiError) -> None:

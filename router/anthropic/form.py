@@ -20,6 +20,8 @@ from tandem.workers.types import TokenLogprobs
 class MessageForm:
     """See `form.Form`."""
 
+    is_pure = True
+
     def __init__(self, plan: Plan, naming: Naming) -> None:
         self._plan = plan
         self._naming = naming

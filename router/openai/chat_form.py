@@ -32,6 +32,8 @@ def chat_finish_reason(answer: Answer) -> str | None:
 class ChatForm:
     """See `form.Form`."""
 
+    is_pure = True
+
     def __init__(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> None:
         self._plan = plan
         self._tokenizer = tokenizer

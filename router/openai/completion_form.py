@@ -20,6 +20,8 @@ from tandem.workers.types import TokenLogprobs
 class CompletionForm:
     """See `form.Form`."""
 
+    is_pure = True
+
     def __init__(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> None:
         self._plan = plan
         self._tokenizer = tokenizer

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class ResponseForm:
     """See `form.Form`. A response that is to be stored is, however it ends."""
 
+    is_pure = False
+
     def __init__(self, asked: AskedResponse, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> None:
         self._asked = asked
         self._plan = plan

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tandem.router import reply
 from tandem.router.openai import chat_form, completion_form, endpoint
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -110,3 +111,25 @@ async def test_an_answer_that_would_be_nothing_but_logprobs_is_refused(
     assert (await house.http.post(COMPLETIONS, json={**body, "n": 3})).status_code == 200
     refused = await house.http.post(COMPLETIONS, json={**body, "n": 4})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_many_logprobs_are_told_beside_the_event_loop(
+    house: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = chat_form.ChatForm if path == CHAT else completion_form.CompletionForm
+    whole, threads = form.whole, []
+
+    def noted(self: Any, *given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return whole(self, *given)
+
+    monkeypatch.setattr(form, "whole", noted)
+    body = {"messages": HELLO, "logprobs": True} if path == CHAT else {"prompt": "Hello", "logprobs": 0}
+    answers = []
+    for many in (1000, 1):
+        monkeypatch.setattr(reply, "MANY_LOGPROBS", many)
+        answer = await house.http.post(path, json={"model": "tiny", "max_tokens": 30, **body})
+        answers.append(answer.json()["choices"])
+    assert answers[0] == answers[1]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
