@@ -112,7 +112,8 @@ def _validate_beams(request: Request, width: int, num_blocks: int, block_size: i
     num_tokens = len(request.prompt_token_ids) + params.max_tokens
     if width * -(-num_tokens // block_size) > num_blocks // 2:  # the other half: a beam that comes back wants some free
         limit = num_blocks // 2 * block_size
-        raise _too_long(f"{width} beams of {num_tokens} tokens each", limit, "half of this worker's KV cache")
+        what = f"{width} beams of {num_tokens} tokens each, in whole blocks of {block_size},"
+        raise _too_long(what, limit, "half of this worker's KV cache")
 
 
 def _validate_retention(retention: Retention) -> None:
