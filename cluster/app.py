@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -67,6 +68,8 @@ QUICK_CHECK_S = 1.0
 """Most models that cannot be served are found out within this time, and then Ray is not even started."""
 MAX_FOLDER_LEN = 30
 """Ray's socket names below it take 70 more, and the system allows 107."""
+STOP_S = 60.0
+"""What comes after the drain takes so long at most."""
 LOST_DRAIN_S = 5.0
 """Without Ray, what still runs has at most so long."""
 LOST_STOP_S = 15.0
@@ -114,7 +117,15 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
             await cluster.leave_lost_ray()
         say("stopping: running requests have a few seconds; again to stop at once")
         await started.gateway.stop(drain_s=config.drain_timeout)
+        _end_by_force_in(STOP_S)
         await cluster.leave_absent_ray()
+
+
+def _end_by_force_in(seconds: float) -> None:
+    """From a thread: a Ray that hangs, and is asked to end something, holds the loop, and with it every signal."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
@@ -161,3 +162,13 @@ async def test_who_stops_while_ray_is_away_asks_it_nothing(monkeypatch: pytest.M
             with pytest.raises(RayLost, match="stopped while Ray was away"):
                 await cluster.leave_absent_ray()
     assert abandoned == [True, True]
+
+
+def test_a_stop_ends_also_where_ray_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that hangs still takes connections: it counts as there."""
+    codes: list[int] = []
+    ended = threading.Event()
+    monkeypatch.setattr(app.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    app._end_by_force_in(0.01)
+    assert ended.wait(5)  # nobody has let go of this thread
+    assert codes == [1]
