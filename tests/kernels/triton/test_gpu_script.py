@@ -20,12 +20,22 @@ def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_lists_the_checks(tmp_path: Path) -> None:
     done = run(tmp_path, "--dry-run")
     assert done.returncode == 0, done.stderr
-    expected = ["norms_and_embedding", "sampling", "transfer", "products", "attention", "models", "overlap", "timings"]
+    expected = [
+        "norms_and_embedding",
+        "sampling",
+        "host_copies",
+        "transfer",
+        "products",
+        "attention",
+        "models",
+        "overlap",
+        "timings",
+    ]
     assert done.stdout.split() == expected
 
 
 def test_the_smallest_cases_hold_in_the_interpreter(tmp_path: Path) -> None:
-    done = run(tmp_path, "--device", "cpu", "--only", "products", "transfer", "timings")
+    done = run(tmp_path, "--device", "cpu", "--only", "products", "host_copies", "transfer", "timings")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "gpu.md").read_text(encoding="utf-8") == done.stdout
     assert "FAILED" not in done.stdout
