@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from tandem.workers.batch import Batch, SampledToken, StepResult
 from tandem.workers.block_key import root_key
@@ -105,8 +106,7 @@ class Engine:
 
     def validate(self, request: Request, *, hold: bool = False) -> None:
         """Raises `RequestError` for a request that this worker could never finish."""
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        self._check_is_new(request.request_id)
         if not self.can_generate:
             raise RequestError("this model gives embeddings alone", param="model", code="unsupported_model")
         validate_request(
@@ -157,19 +157,8 @@ class Engine:
 
         `num_restorable(keys)`: how many of the blocks behind these the caller will bring from lower tiers. Then the
         sequence is INCOMING until `hold_arrived`, or, once cancelled, `release_incoming`."""
-        if request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        sequence = Sequence(
-            request_id=request_id,
-            choice=0,
-            token_ids=list(token_ids),
-            num_prompt_tokens=len(token_ids),
-            params=SamplingParams(max_tokens=1, seed=0),
-            root=self._root(salt),
-            order=next(self._arrivals),
-            hold=True,
-            status=Status.HELD,
-        )
+        self._check_is_new(request_id)
+        sequence = self._unanswered(request_id, token_ids, salt, hold=True, status=Status.HELD)
         num_cached = self.scheduler.hold_cached(sequence, max_blocks)
         self.scheduler.expect_held(sequence, num_restorable(sequence.block_keys[num_cached:]))
         if not sequence.block_ids:
@@ -189,18 +178,11 @@ class Engine:
     ) -> Sequence:
         """Queue tokens whose embedding is wanted: a prompt that is read, by chunks like any other, and not continued.
         Raises `RequestError`."""
-        if request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        self._check_is_new(request_id)
         capacity = self.pool.num_blocks * self.config.block_size
         validate_input(token_ids, max_tokens=min(self.config.max_model_len, capacity), vocab_size=self.vocab_size)
-        sequence = Sequence(
-            request_id=request_id,
-            choice=0,
-            token_ids=list(token_ids),
-            num_prompt_tokens=len(token_ids),
-            params=SamplingParams(max_tokens=1, seed=0),
-            root=self._root(salt),
-            order=next(self._arrivals),
+        sequence = self._unanswered(
+            *(request_id, token_ids, salt),
             retention=retention or Retention(),
             pooling=pooling,
             num_source_blocks=num_source_blocks,
@@ -210,6 +192,23 @@ class Engine:
         self.scheduler.add(sequence)
         self.wake()
         return sequence
+
+    def _check_is_new(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+
+    def _unanswered(self, request_id: str, token_ids: SequenceOf[int], salt: str, **fields: Any) -> Sequence:
+        """Tokens that are read, and not continued."""
+        return Sequence(
+            request_id=request_id,
+            choice=0,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            params=SamplingParams(max_tokens=1, seed=0),
+            root=self._root(salt),
+            order=next(self._arrivals),
+            **fields,
+        )
 
     def cancel(self, request_id: str, choice: int | None = None) -> list[Sequence]:
         """Forget one choice of a request, or all of it, in whatever state; unknown ones are fine. No output follows. Of
