@@ -28,8 +28,8 @@ Clock = Callable[[], float]
 
 ABSURD = 4.0
 HOPELESS = 1.5
-TIE = 0.05
-"""Smaller gaps come and go with what else uses the memory (README.md): not worth a choice that changes."""
+TIE = 0.08
+"""Smaller gaps come and go from one tuning to the next (README.md): not worth a choice that changes."""
 NUM_ERRORS = 3
 """With ten candidates, the luckiest of them seems 1.5 errors better than it is."""
 FIRST_ROUNDS = 3

@@ -24,14 +24,9 @@ if TYPE_CHECKING:
 _FEW_ROWS = 32
 """Up to so many rows a linear is bound by reading its weights, beyond by the products."""
 
-LINEAR_FEW = tuple(
-    Candidate.of(prefetch=prefetch, grain=grain, row_block=512)
-    for prefetch, grain in itertools.product((4096, 16384, 0), (1, 4))
-)
-LINEAR_MANY = tuple(
-    Candidate.of(prefetch=prefetch, grain=grain, row_block=row_block)
-    for prefetch, (grain, row_block) in itertools.product((4096, 0), ((1, 512), (4, 512), (4, 256)))
-)
+_ROW_BLOCKS = (512, 256)
+_GRAINS = (1, 4)
+_PREFETCHES = (4096, 0)
 ATTENTION = tuple(Candidate.of(query_block=size) for size in (128, 64, 256, 32))
 
 
@@ -45,8 +40,20 @@ def linear_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunable]:
         is_head = workload.linears[-1] in weights
         for bucket in buckets_up_to(workload.max_seqs if is_head else workload.max_rows):
             key = TuningKey(op, shape, bucket, workload.dtype)
-            candidates = LINEAR_FEW if bucket <= _FEW_ROWS else LINEAR_MANY
+            candidates = linear_candidates(bucket, torch.get_num_threads())
             yield Tunable(key, candidates, _prepare_linear(ops, weights, bucket), timer=_timer())
+
+
+def linear_candidates(rows: int, num_threads: int) -> tuple[Candidate, ...]:
+    """Those that can differ: a lone thread takes every panel anyway, and few rows are one block."""
+    return tuple(
+        Candidate.of(prefetch=prefetch, grain=grain, row_block=row_block)
+        for prefetch, row_block, grain in itertools.product(
+            _PREFETCHES,
+            _ROW_BLOCKS[: 1 if rows <= _FEW_ROWS else None],
+            _GRAINS[: 1 if num_threads == 1 else None],
+        )
+    )
 
 
 def _prepare_linear(ops: CpuOps, weights: Sequence[CpuLinear], rows: int) -> Callable[[Candidate], Callable[[], None]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.kernels.cpu.backend import CpuOps
 from tandem.kernels.cpu.packing import CpuLinear
-from tandem.kernels.cpu.tunables import ATTENTION, LINEAR_FEW, LINEAR_MANY
+from tandem.kernels.cpu.tunables import linear_candidates
 from tandem.kernels.ops import PackedLinear, QKNorm, StepLayout, load_ops
 
 REFERENCE = load_ops("reference")
@@ -81,11 +81,11 @@ def test_no_candidate_changes_a_bit(dtype: torch.dtype, num_rows: int) -> None:
     expected = ops.linear(x, packed)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        for candidate in (*LINEAR_FEW, *LINEAR_MANY):
+        for candidate in linear_candidates(num_rows, num_threads):
             out = torch.full_like(expected, float("nan"))
             ops.submit_linear(x, packed, out, candidate)
             assert torch.equal(out, expected), candidate
-    assert len({one.name for one in (*LINEAR_FEW, *LINEAR_MANY, *ATTENTION)}) > len(ATTENTION)
+    assert len(linear_candidates(num_rows, 1)) < len(linear_candidates(num_rows, 2))
 
 
 @pytest.mark.parametrize("width", [1, 16, 40, 100, 576])
