@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import bad_request
 from tandem.router.openai.fields import TokenId
 from tandem.router.openai.messages import Message, for_template
 from tandem.router.openai.tool_fields import ToolList, offered
-from tandem.router.openai.wire import WireModel, parse_object, refusal
+from tandem.router.openai.wire import WireModel, parse_body
 from tandem.router.prompt import ChatQuestion, read_question
 from tandem.router.tokenizer import Tokenizer
 
@@ -64,17 +64,9 @@ class DetokenizeRequest(WireModel):
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Raises `ApiError` 400 naming the field."""
-    fields = parse_object(body)
-    try:
-        return TokenizeRequest.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    return parse_body(TokenizeRequest, body)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Raises `ApiError` 400 naming the field."""
-    fields = parse_object(body)
-    try:
-        return DetokenizeRequest.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    return parse_body(DetokenizeRequest, body)

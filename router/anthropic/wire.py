@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tandem.router.anthropic.form import MessageForm
 from tandem.router.config import GatewayConfig
@@ -16,7 +16,7 @@ from tandem.router.openai.chat import ChatCompletionRequest
 from tandem.router.openai.fields import INT64_MAX, StopString
 from tandem.router.openai.messages import CalledFunction, FunctionName, Message, TextPart, ToolCall
 from tandem.router.openai.tool_fields import MAX_TOOLS, FunctionDescription, NamedFunction, NamedTool, Tool
-from tandem.router.openai.wire import WireModel, parse_object, refusal, without_unsupported
+from tandem.router.openai.wire import WireModel, parse_body
 from tandem.router.plan import Plan
 from tandem.router.prompt import read_question
 from tandem.router.tokenizer import Tokenizer
@@ -175,20 +175,12 @@ class MessageRequest(CountedFields):
 
 def parse(body: bytes) -> MessageRequest:
     """Raises `ApiError` 400 naming the field."""
-    fields = without_unsupported(parse_object(body), UNSUPPORTED)
-    try:
-        return MessageRequest.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    return parse_body(MessageRequest, body, UNSUPPORTED)
 
 
 def parse_counted(body: bytes) -> CountedFields:
     """Raises `ApiError` 400 naming the field."""
-    fields = without_unsupported(parse_object(body), UNSUPPORTED)
-    try:
-        return CountedFields.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    return parse_body(CountedFields, body, UNSUPPORTED)
 
 
 def count_tokens(request: CountedFields, tokenizer: Tokenizer) -> int:

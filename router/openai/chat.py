@@ -15,7 +15,7 @@ from tandem.router.openai.fields import Label, Metadata, SharedFields
 from tandem.router.openai.messages import Message, for_template
 from tandem.router.openai.structure import ResponseFormat, format_grammar
 from tandem.router.openai.tool_fields import ToolChoice, ToolList, offered
-from tandem.router.openai.wire import parse_object, refusal, without_unsupported
+from tandem.router.openai.wire import parse_body, refusal
 from tandem.router.plan import Plan, resolve_max_tokens
 from tandem.router.prompt import ChatQuestion, read_question
 from tandem.router.tokenizer import Tokenizer
@@ -139,13 +139,4 @@ class ChatCompletionRequest(SharedFields):
 
 def parse(body: bytes) -> ChatCompletionRequest:
     """Raises `ApiError` 400 naming the field."""
-    return validate(parse_object(body))
-
-
-def validate(body: Mapping[str, Any]) -> ChatCompletionRequest:
-    """The same for a body that is parsed already."""
-    fields = without_unsupported(body, UNSUPPORTED)
-    try:
-        return ChatCompletionRequest.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    return parse_body(ChatCompletionRequest, body, UNSUPPORTED)

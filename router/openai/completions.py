@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import bad_request
 from tandem.router.form import Form, Naming
 from tandem.router.openai.completion_form import CompletionForm
 from tandem.router.openai.fields import SharedFields, TokenId
-from tandem.router.openai.wire import parse_object, refusal, without_unsupported
+from tandem.router.openai.wire import parse_body
 from tandem.router.plan import Plan, resolve_max_tokens
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.types import SamplingParams
@@ -134,11 +134,7 @@ class CompletionRequest(SharedFields):
 
 def parse(body: bytes) -> CompletionRequest:
     """Raises `ApiError` 400 naming the field."""
-    fields = without_unsupported(parse_object(body), UNSUPPORTED)
-    try:
-        return CompletionRequest.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    return parse_body(CompletionRequest, body, UNSUPPORTED)
 
 
 def _as_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, bad_request
 from tandem.router.openai.fields import KVRetention, Label, TokenId
-from tandem.router.openai.wire import WireModel, parse_object, refusal
+from tandem.router.openai.wire import WireModel, parse_body
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.pooling import Pooling
 from tandem.workers.types import Request, Retention, SamplingParams
@@ -146,11 +146,7 @@ class EmbeddingPlan:
 
 def parse(body: bytes) -> EmbeddingRequest:
     """Raises `ApiError` 400 naming the field."""
-    fields = parse_object(body)
-    try:
-        return EmbeddingRequest.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    return parse_body(EmbeddingRequest, body)
 
 
 def _as_inputs(given: Any) -> tuple[Sequence[str | list[int]], bool]:

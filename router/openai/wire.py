@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -17,6 +17,19 @@ class WireModel(BaseModel):
     """Nothing is converted and nothing is ignored: "1" is not a number, and an unknown field is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+Body = TypeVar("Body", bound=WireModel)
+
+
+def parse_body(model: type[Body], body: bytes, unsupported: Mapping[str, Sequence[Any]] | None = None) -> Body:
+    """The request in this body. `unsupported`: fields that are not served, with the values that ask for nothing. Raises
+    `ApiError` 400 naming the field."""
+    fields = without_unsupported(parse_object(body), unsupported or {})
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise refusal(error, fields) from error
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, bad_request, renamed
@@ -17,7 +17,7 @@ from tandem.router.openai.fields import Label, Metadata
 from tandem.router.openai.messages import FunctionName, Message
 from tandem.router.openai.structure import JsonObjectFormat, JsonSchema, JsonSchemaFormat, TextFormat
 from tandem.router.openai.tool_fields import MAX_TOOLS, FunctionDescription, NamedFunction, NamedTool, Tool
-from tandem.router.openai.wire import WireModel, parse_object, refusal, without_unsupported
+from tandem.router.openai.wire import WireModel, parse_body
 from tandem.router.plan import Plan
 from tandem.router.responses.form import ResponseForm
 from tandem.router.responses.items import Input, as_messages
@@ -166,11 +166,7 @@ class AskedResponse:
 
 def parse(body: bytes, caller: str, store: ResponseStore) -> AskedResponse:
     """Raises `ApiError` 400 naming the field, 404 for an unknown previous response."""
-    fields = without_unsupported(parse_object(body), UNSUPPORTED)
-    try:
-        request = ResponseRequest.model_validate(fields)
-    except ValidationError as error:
-        raise refusal(error, fields) from error
+    request = parse_body(ResponseRequest, body, UNSUPPORTED)
     before: Sequence[Message] = ()
     if request.previous_response_id is not None:
         before = store.get(request.previous_response_id, caller, param="previous_response_id").messages
