@@ -144,21 +144,6 @@ class TuningWorkload:
     def row_buckets(self) -> tuple[int, ...]:
         return buckets_up_to(self.max_rows)
 
-    @property
-    def context_buckets(self) -> tuple[int, ...]:
-        """From one block up."""
-        return buckets_up_to(max(self.max_context, self.block_size), self.block_size)
-
-    def weights_by_shape(self) -> dict[tuple[int, int], tuple[PackedLinear, ...]]:
-        """(in_features, out_features) -> the weights of that shape, one per layer: rotate through them when timing.
-
-        Weights of `pack_gate_up` may share a shape with others: the backend tells them apart.
-        """
-        groups: dict[tuple[int, int], list[PackedLinear]] = {}
-        for packed in self.linears:
-            groups.setdefault((packed.in_features, packed.out_features), []).append(packed)
-        return {shape: tuple(group) for shape, group in groups.items()}
-
 
 @runtime_checkable
 class TunableOps(Protocol):

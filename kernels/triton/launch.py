@@ -50,11 +50,6 @@ class DeviceLaunch:
         kernel[grid](*arguments, **compile_options(meta["num_warps"]), **meta)
 
 
-def is_interpreted(kernel: Kernel) -> bool:
-    """Whether kernels run in triton's interpreter, on CPU tensors, because TRITON_INTERPRET was set at import."""
-    return type(kernel).__name__ == "InterpretedFunction"
-
-
 def ceil_div(total: int, part: int) -> int:
     return -(-total // part)
 

@@ -20,12 +20,10 @@ from tandem.kernels.autotune import (
     TuningKey,
     TuningReport,
     TuningResult,
-    TuningWorkload,
     bucket_of,
     buckets_up_to,
     tune,
 )
-from tandem.kernels.ops import PackedLinear
 from tandem.kernels.tuning_cache import Remembered, TuningLock, merge_results, read_results
 from tandem.kernels.tuning_rounds import MIN_ROUNDS, TIE, Rounds
 
@@ -424,29 +422,6 @@ def test_candidates_are_named_after_their_parameters() -> None:
     assert candidate in {Candidate.of(rows=4, unroll=2)}
     with pytest.raises(ValueError, match="distinct names"):
         Tunable(key(1), (candidate, candidate), lambda _: lambda: None)
-
-
-def test_a_workload_groups_its_weights_by_shape() -> None:
-    layers = [PackedLinear(576, 960), PackedLinear(576, 576), PackedLinear(576, 960), PackedLinear(576, 49152)]
-    workload = TuningWorkload(
-        linears=tuple(layers),
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        block_size=32,
-        windows=frozenset({None}),
-        dtype="bfloat16",
-        max_rows=512,
-        max_seqs=16,
-        max_context=2048,
-    )
-    assert workload.weights_by_shape() == {
-        (576, 960): (layers[0], layers[2]),
-        (576, 576): (layers[1],),
-        (576, 49152): (layers[3],),
-    }
-    assert workload.row_buckets[-1] == 512
-    assert workload.context_buckets == (32, 64, 128, 256, 512, 1024, 2048)
 
 
 def test_results_of_a_report_can_be_counted() -> None:
