@@ -25,6 +25,9 @@ from tandem.kernels.capture import Captured
 
 T = TypeVar("T")
 
+GREEDY_TEMPERATURE = 1e-5
+"""Below it a row gets its most likely token."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
@@ -32,6 +35,15 @@ class PackedLinear:
 
     in_features: int
     out_features: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QKNorm:
+    """Per-head RMSNorm of q and k before the rotation (Qwen3)."""
+
+    q_weight: Tensor  # [head_dim]
+    k_weight: Tensor  # [head_dim]
+    eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,9 +102,6 @@ class SamplingInputs:
     constraints: Constraints | None = None
     logprob_rows: Tensor | None = None  # int64, ascending: the rows whose logprobs are wanted
     num_top_logprobs: int = 0  # how many alternatives for each of them
-
-
-GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,15 +224,6 @@ class Ops(Protocol):
 
     def run(self, step: Callable[[], T]) -> T:
         """Compute `step` once, now. A backend may gather its ops and run them together at the end."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QKNorm:
-    """Per-head RMSNorm of q and k before the rotation (Qwen3)."""
-
-    q_weight: Tensor  # [head_dim]
-    k_weight: Tensor  # [head_dim]
-    eps: float
 
 
 _BACKENDS = {

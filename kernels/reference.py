@@ -79,9 +79,7 @@ class ReferenceOps:
     name = "reference"
 
     def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
-        return (
-            torch.index_select(table, 0, token_ids) if out is None else torch.index_select(table, 0, token_ids, out=out)
-        )
+        return torch.index_select(table, 0, token_ids, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         return _deliver(_normalise(x, eps).to(x.dtype) * weight, out)
