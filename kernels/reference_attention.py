@@ -33,16 +33,17 @@ _NO_MAXIMUM = -1e30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Step:
+class _Visit:
     """One KV tile against the query tiles that can see some of it."""
 
     seqs: slice
     tiles: slice
-    block_rows: Tensor  # [num_seqs * num_kv_heads * blocks]: rows of the cache as [rows, 2 * block_size * D], layer 0
-    keep: (
-        Tensor | None
-    )  # int32 [num_seqs, 1, blocks, 1, block_size, 1]: -1 in the context, 0 behind it; None: all in it
-    bias: Tensor | None  # [num_seqs, 1, tiles, rows, kv_tile]: 0 or -inf; None: all visible
+    block_rows: Tensor
+    """[num_seqs * num_kv_heads * blocks]: rows of the cache as [rows, 2 * block_size * D], for layer 0."""
+    keep: Tensor | None
+    """int32 [num_seqs, 1, blocks, 1, block_size, 1]: -1 in the context, 0 behind it; None: all are in it."""
+    bias: Tensor | None
+    """[num_seqs, 1, tiles, rows, kv_tile]: 0 or -inf; None: all are visible."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +58,7 @@ class _Group:
     tokens: Tensor  # [n]: the group's tokens ...
     places: Tensor  # [n]: ... and where each sits among num_seqs * num_tiles * positions
     blocks: Tensor  # [num_seqs, num_kv_tiles * blocks_per_tile]
-    steps: dict[int | None, list[_Step]] = field(default_factory=dict)  # by window
+    visits: dict[int | None, list[_Visit]] = field(default_factory=dict)  # by window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,9 +131,9 @@ def _make_group(
     )
 
 
-def _plan_steps(plan: AttentionPlan, group: _Group, kv_cache: Tensor, rows: int, window: int | None) -> list[_Step]:
+def _plan_visits(plan: AttentionPlan, group: _Group, kv_cache: Tensor, rows: int, window: int | None) -> list[_Visit]:
     """The KV tiles that somebody in the group can see, in order."""
-    steps = []
+    visits = []
     tile_len, kv_tile = plan.tile_len, plan.kv_tile
     places = torch.arange(group.num_tiles * tile_len).view(group.num_tiles, tile_len)
     positions = group.first_tiles.view(-1, 1, 1) * tile_len + places  # [num_seqs, num_tiles, tile_len]
@@ -144,11 +145,11 @@ def _plan_steps(plan: AttentionPlan, group: _Group, kv_cache: Tensor, rows: int,
         seen = visible.any(0).nonzero().flatten().tolist()
         if seen:
             tiles = slice(seen[0], seen[-1] + 1)
-            steps.append(_plan_step(plan, group, kv_cache, rows, window, start, seqs, tiles, positions[seqs, tiles]))
-    return steps
+            visits.append(_plan_visit(plan, group, kv_cache, rows, window, start, seqs, tiles, positions[seqs, tiles]))
+    return visits
 
 
-def _plan_step(
+def _plan_visit(
     plan: AttentionPlan,
     group: _Group,
     kv_cache: Tensor,
@@ -158,7 +159,7 @@ def _plan_step(
     seqs: slice,
     tiles: slice,
     positions: Tensor,
-) -> _Step:
+) -> _Visit:
     _, num_kv_heads, num_layers, _, block_size, _ = kv_cache.shape
     kv_positions = torch.arange(start, start + plan.kv_tile)
     blocks_per_tile = plan.kv_tile // block_size
@@ -178,7 +179,7 @@ def _plan_step(
     if bool(hidden.any()):
         bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         bias = bias.repeat_interleave(rows // plan.tile_len, dim=2).unsqueeze(1)
-    return _Step(seqs, tiles, block_rows, keep, bias)
+    return _Visit(seqs, tiles, block_rows, keep, bias)
 
 
 def attend(
@@ -216,19 +217,19 @@ def _attend_group(
 ) -> Tensor:
     """Attention of one group's query tiles. query float32 [S, KVH, tiles, rows, D] -> the same shape."""
     num_seqs, num_kv_heads, num_tiles, rows, _ = query.shape
-    if window not in group.steps:
-        group.steps[window] = _plan_steps(plan, group, kv_cache, rows, window)
+    if window not in group.visits:
+        group.visits[window] = _plan_visits(plan, group, kv_cache, rows, window)
     maximum = query.new_full((num_seqs, num_kv_heads, num_tiles, rows, 1), _NO_MAXIMUM)
     total = torch.zeros_like(maximum)
     result = torch.zeros_like(query)
-    for step in group.steps[window]:
-        keys, values = _read_tile(kv_cache, layer, plan, step, num_kv_heads)
-        part = (step.seqs, slice(None), step.tiles)
+    for visit in group.visits[window]:
+        keys, values = _read_tile(kv_cache, layer, plan, visit, num_kv_heads)
+        part = (visit.seqs, slice(None), visit.tiles)
         scores = _multiply(query[part], keys.transpose(-1, -2), plan, "scores")
         if softcap is not None:
             _cap(scores, softcap)
-        if step.bias is not None:
-            scores += step.bias
+        if visit.bias is not None:
+            scores += visit.bias
         new_maximum = torch.maximum(maximum[part], scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_maximum).exp_()
         decay = torch.exp(maximum[part] - new_maximum)
@@ -244,15 +245,15 @@ def _cap(scores: Tensor, softcap: float) -> None:
 
 
 def _read_tile(
-    kv_cache: Tensor, layer: int, plan: AttentionPlan, step: _Step, num_kv_heads: int
+    kv_cache: Tensor, layer: int, plan: AttentionPlan, visit: _Visit, num_kv_heads: int
 ) -> tuple[Tensor, Tensor]:
     """K and V of one KV tile as float32 [num_seqs, num_kv_heads, kv_tile, D]; zero behind the context."""
     block_size, head_dim = kv_cache.shape[4:]
-    num_seqs = step.seqs.stop
-    rows = torch.index_select(kv_cache.view(torch.int32).view(-1, _row_words(kv_cache)), 0, step.block_rows + layer)
+    num_seqs = visit.seqs.stop
+    rows = torch.index_select(kv_cache.view(torch.int32).view(-1, _row_words(kv_cache)), 0, visit.block_rows + layer)
     words = rows.view(num_seqs, num_kv_heads, -1, 2, block_size, _row_words(kv_cache) // (2 * block_size))
-    if step.keep is not None:
-        words &= step.keep
+    if visit.keep is not None:
+        words &= visit.keep
     both = words.view(kv_cache.dtype)  # [S, KVH, blocks, 2, block_size, D]
     keys = plan.buffer("keys", (num_seqs, num_kv_heads, plan.kv_tile, head_dim))
     values = plan.buffer("values", keys.shape)
