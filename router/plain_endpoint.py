@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from tandem.router.errors import ApiError, ClientDisconnected, bad_request, internal_error
+from tandem.router.errors import ApiError, ClientDisconnected, internal_error
 from tandem.router.http import caller, check_json, read_body, request_id, send_error, send_json
-from tandem.router.openai.endpoint import LARGE_BODY_BYTES, House, openai_error
-from tandem.workers.errors import RequestError
+from tandem.router.openai.endpoint import House, in_a_thread_if_large, openai_error
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +51,5 @@ class PlainEndpoint:
             check_json(scope)
             limit, timeout_s = house.config.max_body_bytes, house.config.body_timeout_s
             body = await read_body(scope, receive, max_bytes=limit, timeout_s=timeout_s)
-        given = (house, body, caller(scope), scope.get("path_params", {}))
-        try:
-            if len(body) < LARGE_BODY_BYTES:
-                return self._answer(*given)
-            return await asyncio.to_thread(self._answer, *given)
-        except RequestError as error:
-            raise bad_request(f"{error}.", param=error.param) from error
+        path = scope.get("path_params", {})
+        return await in_a_thread_if_large(body, self._answer, house, body, caller(scope), path)

@@ -12,6 +12,7 @@ from tandem.router.parsers.reasoning import OPENING
 from tandem.router.parsers.select import Reading
 from tandem.router.tokenizer import Tokenizer
 from tandem.router.tools import NO_TOOLS, Tools, call_format, grammar_mark, told_in_text, tool_grammar
+from tandem.workers.errors import RequestError
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -33,6 +34,8 @@ class ChatQuestion:
 
 @dataclass(frozen=True, slots=True)
 class ReadQuestion:
+    """The prompt, how its answers are read, and the grammar that they follow with the field that asked for it."""
+
     token_ids: list[int]
     reading: Reading
     grammar: str | None
@@ -40,7 +43,7 @@ class ReadQuestion:
 
 
 def read_question(question: ChatQuestion, tokenizer: Tokenizer) -> ReadQuestion:
-    """Render and tokenise. Raises `ApiError` and `RequestError` naming the field."""
+    """Render and tokenise. Raises `ApiError` naming the field."""
     style, tools = tokenizer.style, question.tools
     _check(question)
     calls = call_format(tools, style)
@@ -48,13 +51,16 @@ def read_question(question: ChatQuestion, tokenizer: Tokenizer) -> ReadQuestion:
         raise bad_request("An answer that must be a call of a tool has no other form.", param=question.grammar_field)
     messages = question.messages if style.renders_tools else told_in_text(question.messages, tools)
     shows_tools = tools.are_offered and style.renders_tools
-    prompt = tokenizer.encode_chat(
-        messages,
-        tools=list(tools.descriptions) if shows_tools else None,
-        add_generation_prompt=question.add_generation_prompt and not question.continue_final_message,
-        continue_final_message=question.continue_final_message,
-        variables=_variables(question, tokenizer),
-    )
+    try:
+        prompt = tokenizer.encode_chat(
+            messages,
+            tools=list(tools.descriptions) if shows_tools else None,
+            add_generation_prompt=question.add_generation_prompt and not question.continue_final_message,
+            continue_final_message=question.continue_final_message,
+            variables=_variables(question, tokenizer),
+        )
+    except RequestError as error:
+        raise bad_request(f"{error}.", param=error.param) from error
     if not prompt.token_ids:
         raise bad_request("The messages make an empty prompt.", param="messages")
     starts_inside = style.reasoning and prompt.ending.rstrip().endswith(OPENING)

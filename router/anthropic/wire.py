@@ -20,7 +20,6 @@ from tandem.router.openai.wire import WireModel, parse_body
 from tandem.router.plan import Plan
 from tandem.router.prompt import read_question
 from tandem.router.tokenizer import Tokenizer
-from tandem.workers.errors import RequestError
 
 UNSUPPORTED: dict[str, Sequence[Any]] = {
     "container": (),
@@ -164,8 +163,6 @@ class MessageRequest(CountedFields):
         chat = chat.model_copy(update={"stop": self.stop_sequences})
         try:
             return chat.plan(tokenizer, config)
-        except RequestError as error:
-            raise renamed(bad_request(f"{error}.", param=error.param), RENAMED) from error
         except ApiError as error:
             raise renamed(error, RENAMED) from error
 
@@ -185,10 +182,7 @@ def parse_counted(body: bytes) -> CountedFields:
 
 def count_tokens(request: CountedFields, tokenizer: Tokenizer) -> int:
     """Of the prompt that these fields make. Raises `ApiError`."""
-    try:
-        return len(read_question(request.chat().question(tokenizer), tokenizer).token_ids)
-    except RequestError as error:
-        raise bad_request(f"{error}.", param=error.param) from error
+    return len(read_question(request.chat().question(tokenizer), tokenizer).token_ids)
 
 
 def _messages(message: InputMessage) -> list[Message]:

@@ -95,7 +95,7 @@ class ChatCompletionRequest(SharedFields):
         )
 
     def plan(self, tokenizer: Tokenizer, config: GatewayConfig) -> Plan:
-        """Render, tokenise, check lengths. Slow for long prompts. Raises `ApiError`, `RequestError`."""
+        """Render, tokenise, check lengths. Slow for long prompts. Raises `ApiError`."""
         num_logprobs, include_usage = self.num_logprobs(), self.include_usage()
         asked = self.asked_max_tokens()
         prompt = read_question(self.question(tokenizer), tokenizer)

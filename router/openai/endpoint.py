@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -31,7 +31,6 @@ from tandem.router.plan import Plan
 from tandem.router.reply import PromptSink, Reply, StreamReply, WholeReply
 from tandem.router.tenants import cache_salt
 from tandem.router.tokenizer import Tokenizer
-from tandem.workers.errors import RequestError
 from tandem.workers.pooling import Pooling
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,8 @@ MAX_PROMPT_LOGPROBS = 1 << 21
 LARGE_BODY_BYTES = 16 << 10
 """Bodies from here on are parsed and tokenised in a thread, so that they do not hold up everybody's streams."""
 
+Result = TypeVar("Result")
+
 
 class Asked(Protocol):
     """A request of one endpoint, parsed and valid in itself."""
@@ -51,7 +52,7 @@ class Asked(Protocol):
     def model(self) -> str: ...
 
     def plan(self, tokenizer: Tokenizer, config: GatewayConfig) -> Plan:
-        """What it comes down to. Slow for long prompts. Raises `ApiError`, `RequestError`."""
+        """What it comes down to. Slow for long prompts. Raises `ApiError`."""
 
     def form(self, plan: Plan, tokenizer: Tokenizer, naming: Naming) -> Form:
         """The shape of its answer."""
@@ -174,13 +175,7 @@ class GenerationEndpoint(Endpoint):
 
     async def _answer(self, exchange: Exchange, body: bytes) -> None:
         house = exchange.house
-        try:
-            if len(body) < LARGE_BODY_BYTES:
-                asked, plan = self._prepare(house, body, exchange.caller)
-            else:
-                asked, plan = await asyncio.to_thread(self._prepare, house, body, exchange.caller)
-        except RequestError as error:
-            raise bad_request(f"{error}.", param=error.param) from error
+        asked, plan = await in_a_thread_if_large(body, self._prepare, house, body, exchange.caller)
         await _check_grammar(house.grammars, plan)
         mark("prepared", num_prompts=len(plan.prompts), num_prompt_tokens=sum(map(len, plan.prompts)))
         salt = cache_salt(house.config.cluster_key, exchange.caller, plan.cache_salt)
@@ -211,6 +206,11 @@ class GenerationEndpoint(Endpoint):
             )
         _check_scored(plan)
         return asked, plan
+
+
+async def in_a_thread_if_large(body: bytes, work: Callable[..., Result], *given: Any) -> Result:
+    """`work(*given)`, which reads this body: a large one beside the event loop."""
+    return work(*given) if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(work, *given)
 
 
 def _check_scored(plan: Plan) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from tandem.router.http import caller
-from tandem.router.openai.endpoint import LARGE_BODY_BYTES, Exchange, GenerationEndpoint, House
+from tandem.router.openai.endpoint import Exchange, GenerationEndpoint, House, in_a_thread_if_large
 from tandem.router.plain_endpoint import PlainEndpoint
 from tandem.router.responses import wire
 from tandem.router.responses.store import ResponseStore, noting_writes
@@ -39,8 +39,7 @@ class ResponseEndpoint(GenerationEndpoint):
             await super().__call__(scope, receive, send_when_kept)
 
     async def _answer(self, exchange: Exchange, body: bytes) -> None:
-        is_large = len(body) >= LARGE_BODY_BYTES
-        previous = await asyncio.to_thread(_previous, body) if is_large else _previous(body)
+        previous = await in_a_thread_if_large(body, _previous, body)
         if previous is not None:
             await self._store.learn(previous, exchange.caller)
         await super()._answer(exchange, body)

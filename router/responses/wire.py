@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tandem.router.config import GatewayConfig
-from tandem.router.errors import ApiError, bad_request, renamed
+from tandem.router.errors import ApiError, renamed
 from tandem.router.form import Form, Naming
 from tandem.router.openai.chat import ChatCompletionRequest
 from tandem.router.openai.fields import Label, Metadata
@@ -23,7 +23,6 @@ from tandem.router.responses.form import ResponseForm
 from tandem.router.responses.items import Input, as_messages
 from tandem.router.responses.store import ResponseStore
 from tandem.router.tokenizer import Tokenizer
-from tandem.workers.errors import RequestError
 
 UNSUPPORTED: dict[str, Sequence[Any]] = {
     "access_programs": (),
@@ -133,8 +132,6 @@ class AskedResponse:
         """Raises `ApiError`, with fields named as in this API."""
         try:
             plan = self._chat().plan(tokenizer, config)
-        except RequestError as error:
-            raise renamed(bad_request(f"{error}.", param=error.param), RENAMED) from error
         except ApiError as error:
             raise renamed(error, RENAMED) from error
         field = plan.grammar_field
