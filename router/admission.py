@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tandem.router.errors import ApiError, bad_request, shutting_down
+from tandem.router.errors import ApiError, bad_request, shutting_down, too_many
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,7 @@ class Admission:
         if self.num_in_flight and self.num_prompt_tokens + num_prompt_tokens > self._max_prompt_tokens:
             has_room = False
         if not has_room:
-            raise ApiError(
-                429,
-                "The server has as many requests as it can take. Please try again shortly.",
-                type="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after_s=1,
-            )
+            raise too_many("The server has as many requests as it can take. Please try again shortly.")
         self.num_in_flight += num_sequences
         self.num_prompt_tokens += num_prompt_tokens
         try:
@@ -192,11 +186,8 @@ class Gate:
     def _refusal(self, prediction: Prediction) -> ApiError:
         """What waits ahead passes at a second per second: by so much the client is too early."""
         excess_s = 0.0 if self._slo_ttft_s is None else prediction.ttft_s - self._slo_ttft_s
-        return ApiError(
-            429,
+        return too_many(
             "The server is too busy to answer within its time limits. Please try again later.",
-            type="rate_limit_error",
-            code="rate_limit_exceeded",
             retry_after_s=min(LONGEST_RETRY_S, max(1, math.ceil(excess_s))),
         )
 

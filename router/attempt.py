@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from tandem.router.accounts import Charge, WorkerAccount
-from tandem.router.errors import ApiError, internal_error
+from tandem.router.errors import ApiError, internal_error, too_slow
 from tandem.router.journey import current_journey, mark
-from tandem.router.mailbox import Mailbox
 from tandem.router.policy import RequestView, Route, pick_prefill
 from tandem.router.workers import WorkerLost
 from tandem.workers.protocol import Cancel, Failed, FinishChoice, NeedPrefill, Started, Submit, UsePrefill
@@ -81,6 +80,8 @@ class Attempt:
         self._charge_reader(route)
 
     async def run(self, sink: Sink) -> str | None:
+        """None: nothing more is wanted. Otherwise why another attempt is needed, which is a label of `migrations`, or
+        `PAUSED`. Raises `ApiError`, `WorkerUnavailable` (it could not be asked), `ProtocolError` (too large to ask)."""
         self._decode.send(
             Submit(
                 request=self._request,
@@ -90,17 +91,16 @@ class Attempt:
             )
         )
         self._is_sent = True
-        self._try_tokens = sink.try_tokens
-        self._mailbox.express = self._express
+        self._mailbox.express = partial(self._express, sink.try_tokens)
         self._mailbox.on_waiting = partial(self._limit_waiting, sink)
-        return await self._listen(self._mailbox, sink)
+        return await self._listen(sink)
 
-    async def _listen(self, mailbox: Mailbox, sink: Sink) -> str | None:
+    async def _listen(self, sink: Sink) -> str | None:
         while True:
             chunks: list[TokenChunk] = []
             reason: str | None = None
             failure: ApiError | None = None
-            for event in await mailbox.take():
+            for event in await self._mailbox.take():
                 match event:
                     case TokenChunk():
                         chunks.append(event)
@@ -131,7 +131,7 @@ class Attempt:
                 raise failure
             if reason is not None:
                 return reason
-            if not self._is_open and mailbox.is_empty:
+            if not self._is_open and self._mailbox.is_empty:
                 return PAUSED
 
     def _limit_waiting(self, sink: Sink, num_bytes: int) -> None:
@@ -145,12 +145,12 @@ class Attempt:
         if taken:
             self._finish(await sink.tokens(taken))
 
-    def _express(self, chunk: TokenChunk) -> bool:
+    def _express(self, try_tokens: Callable[[TokenChunk], Sequence[int] | None], chunk: TokenChunk) -> bool:
         """See `Mailbox.express`."""
         if chunk.choice not in self._wanted:
             return True
         try:
-            cut = self._try_tokens(chunk)
+            cut = try_tokens(chunk)
             if cut is None:
                 return False
             self._note(chunk)
@@ -253,7 +253,7 @@ def translated(failure: Failed) -> ApiError:
         logger.error("request %s failed on its worker: %s", failure.request_id, failure.message)
         return internal_error()
     if failure.code == "timeout":
-        return ApiError(504, "The request was not finished in time.", type="server_error", code="timeout")
+        return too_slow()
     return ApiError(400, failure.message, param=failure.param, code=failure.code)
 
 

@@ -82,6 +82,10 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     )
 
 
+def too_many(message: str, *, retry_after_s: int = 1) -> ApiError:
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
 def nobody_left(message: str = "No worker is available to serve this request. Please try again.") -> ApiError:
     return ApiError(503, message, type="server_error", code="service_unavailable", retry_after_s=1)
 
