@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.router.errors import ApiError, bad_request
+from tandem.router.errors import bad_request, too_many
 from tandem.workers.grammar import MAX_GRAMMAR_CHARS
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,7 @@ class GrammarChecker:
         if key not in self._known:
             if key not in self._running:
                 if len(self._running) >= MAX_WAITING:
-                    raise ApiError(
-                        429,
-                        "Too many grammars are being compiled. Please try again.",
-                        type="rate_limit_error",
-                        code="rate_limit_exceeded",
-                        retry_after_s=1,
-                    )
+                    raise too_many("Too many grammars are being compiled. Please try again.")
                 self._running[key] = asyncio.create_task(self._try(key, text), name="try a grammar")
             await asyncio.shield(self._running[key])
         self._known.move_to_end(key)
@@ -111,6 +105,7 @@ class GrammarChecker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LINE_BYTES,
+                start_new_session=True,  # Ctrl-C is for the gateway, which then ends its helpers
             )
         )
         self._helpers.add(helper)
