@@ -18,8 +18,8 @@ def json_rule(schema: Any) -> str:
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
-def json_schema_grammar(schema: Any, strict: bool) -> str:
-    """JSON that this schema allows. `strict` is the API's word for what is always done here."""
+def json_schema_grammar(schema: Any) -> str:
+    """JSON that this schema allows: every schema is followed to the letter, which the API calls `strict`."""
     return f"start: {json_rule({} if schema is True else schema)}\n"
 
 

@@ -36,7 +36,6 @@ class Tools:
     choice: str = "auto"
     is_named: bool = False
     parallel: bool = True
-    param: str = "tools"
 
     @property
     def are_offered(self) -> bool:
@@ -57,7 +56,7 @@ def call_format(tools: Tools, style: ChatStyle) -> CallFormat | None:
     form = style.calls or ("hermes" if not style.renders_tools else None)
     if form is None:
         raise bad_request(
-            "How this model writes calls of tools is not known: the server needs --tool-call-parser.", param=tools.param
+            "How this model writes calls of tools is not known: the server needs --tool-call-parser.", param="tools"
         )
     # Python's literals cannot be held to a JSON schema; objects can
     return "llama3_json" if form == "pythonic" and tools.is_forced else form
@@ -78,7 +77,6 @@ def tool_grammar(tools: Tools, reading: Reading, tokenizer: Tokenizer) -> str | 
     """What the answer is held to. None: nothing."""
     if reading.calls is None:
         return None
-
     mark = grammar_mark(tokenizer)
     if tools.is_forced:
         allowed = [each for each in tools.functions if not tools.is_named or each.name == tools.choice]

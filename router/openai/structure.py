@@ -22,6 +22,7 @@ class JsonSchema(WireModel):
     # `schema` is a method of the base class
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
+    """Any: a schema is always followed to the letter."""
 
 
 class TextFormat(WireModel):
@@ -58,7 +59,7 @@ class StructuredOutputs(WireModel):
                 param="structured_outputs",
             )
         if self.json_ is not None:
-            return json_schema_grammar(_as_schema(self.json_), strict=True)
+            return json_schema_grammar(_as_schema(self.json_))
         if self.regex is not None:
             return regex_grammar(self.regex)
         if self.choice is not None:
@@ -72,7 +73,7 @@ def format_grammar(format: ResponseFormat | None) -> str | None:
         return json_object_grammar()
     if isinstance(format, JsonSchemaFormat):
         schema = format.json_schema.schema_
-        return json_schema_grammar({} if schema is None else schema, strict=bool(format.json_schema.strict))
+        return json_schema_grammar({} if schema is None else schema)
     return None
 
 

@@ -48,15 +48,15 @@ async def refusal(checker: GrammarChecker, text: str) -> str | None:
 async def test_what_the_builders_write_is_compiled_and_what_is_wrong_is_said(checker: GrammarChecker) -> None:
     schema = {"type": "object", "properties": {"a/b": {"enum": ["x\ny", 'z"']}}, "required": ["a/b"]}
     fine = [
-        json_schema_grammar(schema, strict=True),
+        json_schema_grammar(schema),
         json_object_grammar(),
         regex_grammar("a/b\\/[/]+\n|\\d+"),
         choice_grammar(["yes", 'n"o', "a\\b\nc"]),
     ]
     assert await asyncio.gather(*(refusal(checker, text) for text in fine)) == [None] * 4
     wrong = [
-        json_schema_grammar({"type": "strin"}, strict=True),
-        json_schema_grammar({"items": {"$ref": "#/nowhere"}}, strict=True),
+        json_schema_grammar({"type": "strin"}),
+        json_schema_grammar({"items": {"$ref": "#/nowhere"}}),
         regex_grammar("("),
         "start: nobody",
         'start: %json {"items": ' * 300 + "}" * 300,
@@ -77,6 +77,12 @@ async def test_a_text_is_tried_once_however_many_ask(checker: GrammarChecker) ->
     checker._idle.clear()
     await checker.check('start: "a"')  # nobody is there to ask any more
     assert not checker._helpers
+
+
+async def test_who_stops_the_gateway_from_its_terminal_does_not_stop_helpers(checker: GrammarChecker) -> None:
+    await checker.check('start: "a"')
+    (helper,) = checker._helpers
+    assert os.getpgid(helper._process.pid) != os.getpgid(0)
 
 
 async def test_a_helper_that_takes_too_long_is_killed_and_replaced(
