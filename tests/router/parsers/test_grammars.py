@@ -64,12 +64,12 @@ def test_only_whole_calls_of_known_functions(form: CallFormat, has_marks: bool, 
 
 def test_json_stays_on_one_line() -> None:
     """Or a model could write white space for ever."""
-    for grammar in (json_object_grammar(), json_schema_grammar(REFERRED, True)):
+    for grammar in (json_object_grammar(), json_schema_grammar(REFERRED)):
         assert matches(grammar, '{"a": 1}')
         assert matches(grammar, '{"a":1}')
         assert not matches(grammar, '{"a":\n1}')
         assert not matches(grammar, '{"a":  1}')
-    assert matches(json_schema_grammar(True, False), "[1, 2]")
+    assert matches(json_schema_grammar(True), "[1, 2]")
 
 
 def test_thoughts_may_come_first() -> None:
