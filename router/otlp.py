@@ -241,6 +241,9 @@ class TraceExporter:
         except httpx.HTTPError as error:
             logger.warning("the collector did not take %d traces: %s", len(batch), type(error).__name__)
             return False
+        except Exception:  # an endpoint that is no URL, or a bug of ours: it must not be the last batch
+            logger.exception("%d traces could not be sent", len(batch))
+            return False
         return True
 
     def _body(self, batch: Iterable[Journey]) -> bytes:

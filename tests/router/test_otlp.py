@@ -181,6 +181,15 @@ async def test_a_collector_that_is_away_costs_traces_only() -> None:
     await exporter.stop()
 
 
+async def test_an_endpoint_that_is_no_url_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = TraceExporter("http://[", "m", interval_s=60.0)
+    for _ in range(2):
+        exporter.add(journey())
+        assert not await exporter._send()
+    assert caplog.text.count("could not be sent") == 2
+    await exporter.stop()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_finds_its_request_also_after_a_worker_died(
     open_house: Any, saying: Any, collector: Collector, stream: bool
