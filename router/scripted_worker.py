@@ -8,6 +8,7 @@ tokens already emitted goes on where it was.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -45,6 +46,8 @@ from tandem.workers.types import (
     WorkerAddress,
     WorkerSnapshot,
 )
+
+logger = logging.getLogger(__name__)
 
 SCRIPTED_EMBEDDING_SIZE = 8
 TokensFor = Callable[[Request, int], Sequence[int]]
@@ -335,7 +338,8 @@ class ScriptedWorker:
         def end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             self._conversations.pop(request_id, None)
-            if not task.cancelled() and isinstance(task.exception(), WorkerUnavailable):
-                return  # the gateway was faster
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, WorkerUnavailable):  # that: the gateway was faster
+                logger.error("the script of %s failed", self.worker_id, exc_info=error)
 
         task.add_done_callback(end)
