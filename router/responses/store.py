@@ -203,6 +203,8 @@ class ResponseStore:
         num_characters = len(str(response)) + sum(len(str(message.content)) for message in messages)
         if num_characters > self._max_characters:
             return
+        if name in self._stored:  # whoever leaves while the end is sent ends it once more
+            self._forget(name)
         expires = self._clock() + time_to_live_s
         self._stored[name] = Stored(response, messages, caller, num_characters, expires)
         self._num_characters += num_characters
