@@ -78,20 +78,20 @@ class TokenTable:
         self.family, self._strips_first_space = family_of(decoder)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
         """Texts of tokens seen so far that are whole characters whatever stands around them, and that always show."""
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
+        return token_id in self.special_ids
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token, special ones included. Empty for an id that the tokenizer does not know."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._work_out(token_id)
-            if token_id not in self._special:
+            if token_id not in self.special_ids:
                 try:
                     self.texts[token_id] = known.decode()
                 except UnicodeDecodeError:
@@ -114,13 +114,9 @@ class TokenTable:
             return token.replace(SENTENCEPIECE_SPACE, " ").encode()
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return self._special
-
     def detokenizer(self, prompt_token_ids: Sequence[int], hidden: frozenset[int] | None = None) -> Detokenizer:
         """A detokenizer for an answer to this prompt. `hidden`: control tokens that do not show; by default all."""
-        hidden = self._special if hidden is None else hidden
+        hidden = self.special_ids if hidden is None else hidden
         if self.family == "other":
             return WindowDetokenizer(self._tokenizer, hidden, prompt_token_ids)
         # the last few tokens tell whether any text stands before the answer
