@@ -6,6 +6,7 @@ list that `Captured.replay` runs in one native call.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -14,12 +15,21 @@ from torch import Tensor
 
 from tandem.kernels.capture import Captured
 from tandem.kernels.cpu import records
-from tandem.kernels.cpu.build import build_key, level_of_this_machine, load_library
+from tandem.kernels.cpu.build import X86, build_key, code_version, level_of_this_machine, load_library
 from tandem.kernels.cpu.memory import WeightArena
 from tandem.kernels.cpu.packing import CpuLinear, pack, pack_gated
 from tandem.kernels.cpu.records import OpList
 from tandem.kernels.cpu.tunables import attention_tunables, cpu_name, linear_tunables
-from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
+from tandem.kernels.ops import (
+    Constraints,
+    PackedLinear,
+    Penalties,
+    QKNorm,
+    Sampled,
+    SamplingInputs,
+    StepLayout,
+    StepPlan,
+)
 from tandem.kernels.tuning import Candidate, Choices, DeviceKey, Tunable, TuningKey, TuningWorkload, bucket_of
 
 T = TypeVar("T")
@@ -44,6 +54,10 @@ class CpuOps:
         self._arena = WeightArena()
         self._choices = Choices({})
         self._recording: OpList | None = None
+
+    def numerics(self) -> str:
+        machine = platform.machine()
+        return f"cpu{'' if machine in X86 else f'-{machine}'}/{self.level}/{code_version()}"
 
     # Tuning
 
@@ -211,51 +225,57 @@ class CpuOps:
         self._submit(records.PAGED_ATTENTION, operands, sizes, (scale, softcap or 0.0))
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
-        penalties, constraints = inputs.penalties, inputs.constraints
-        seen: tuple[Tensor | None, ...] = (None,) * 6
-        if penalties is not None:
-            counts = (penalties.token_ids, penalties.prompt_lens, penalties.lens)
-            seen = (*counts, penalties.presence, penalties.frequency, penalties.repetition)
-        held: tuple[Tensor | None, ...] = (None,) * 5
-        if constraints is not None:
-            biases = (constraints.bias_token_ids, constraints.biases, constraints.bias_lens)
-            held = (*biases, constraints.mask_rows, constraints.masks)
-        rows, vocab_size = logits.shape
-        token_ids = torch.empty(rows, dtype=torch.int64)
-        sampled = _empty_sampled(token_ids, min(inputs.num_top_logprobs, vocab_size), inputs.logprob_rows)
-        wanted = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.choice)
-        strides = (
-            0 if penalties is None else penalties.token_ids.stride(0),
-            0 if constraints is None else constraints.bias_token_ids.stride(0),
-            0 if constraints is None else constraints.masks.stride(0),
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64)
+        sampled = _empty_sampled(token_ids, min(inputs.num_top_logprobs, logits.shape[1]), inputs.logprob_rows)
+        how = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.choice)
+        self._submit_sampling(
+            logits, sampled, inputs.logprob_rows, (*how, inputs.position), inputs.penalties, inputs.constraints
         )
-        self._submit_sampling(logits, (*wanted, inputs.position, *seen, inputs.logprob_rows), sampled, strides, held)
         return sampled
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Sampled:
         every_row = torch.arange(logits.shape[0])
         sampled = _empty_sampled(token_ids, min(num_top, logits.shape[1]), every_row)
-        self._submit_sampling(logits, (*(None,) * 13, every_row), sampled, (0, 0, 0), (None,) * 5, are_given=True)
+        self._submit_sampling(logits, sampled, every_row)
         return sampled
 
     def _submit_sampling(
         self,
         logits: Tensor,
-        operands: tuple[Tensor | None, ...],
         sampled: Sampled,
-        strides: tuple[int, int, int],
-        held: tuple[Tensor | None, ...],
-        *,
-        are_given: bool = False,
+        logprob_rows: Tensor | None,
+        how: tuple[Tensor, ...] | None = None,
+        penalties: Penalties | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        rows, vocab_size = logits.shape
+        """The record of sampling.cpp. `how`: its operands from temperature to position; None: the tokens are given."""
         outputs = (sampled.token_ids, sampled.logprobs, sampled.top_token_ids, sampled.top_logprobs)
+        operands = (*(how or (None,) * 7), *_penalty_operands(penalties), logprob_rows, *outputs)
         counts = (
             0 if sampled.logprobs is None else sampled.logprobs.shape[0],
             0 if sampled.top_token_ids is None else sampled.top_token_ids.shape[1],
         )
-        sizes = (rows, vocab_size, _DTYPES[logits.dtype], logits.stride(0), *counts, *strides, are_given)
-        self._submit(records.SAMPLE, (logits, *operands, *outputs, *held), sizes)
+        strides = (
+            0 if penalties is None else penalties.token_ids.stride(0),
+            0 if constraints is None else constraints.bias_token_ids.stride(0),
+            0 if constraints is None else constraints.masks.stride(0),
+        )
+        sizes = (*logits.shape, _DTYPES[logits.dtype], logits.stride(0), *counts, *strides, how is None)
+        self._submit(records.SAMPLE, (logits, *operands, *_constraint_operands(constraints)), sizes)
+
+
+def _penalty_operands(penalties: Penalties | None) -> tuple[Tensor | None, ...]:
+    if penalties is None:
+        return (None,) * 6
+    histories = (penalties.token_ids, penalties.prompt_lens, penalties.lens)
+    return (*histories, penalties.presence, penalties.frequency, penalties.repetition)
+
+
+def _constraint_operands(constraints: Constraints | None) -> tuple[Tensor | None, ...]:
+    if constraints is None:
+        return (None,) * 5
+    biases = (constraints.bias_token_ids, constraints.biases, constraints.bias_lens)
+    return (*biases, constraints.mask_rows, constraints.masks)
 
 
 def _attention_shape(query: Tensor, kv_cache: Tensor) -> str:

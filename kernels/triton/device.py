@@ -71,18 +71,18 @@ def fits(tile: Tile, architecture: Architecture, itemsize: int, *, sums: int, op
         return False
     shared = tile.num_stages * (tile.rows + operands * tile.columns) * tile.depth * itemsize
     registers = sums * tile.rows * tile.columns // (32 * tile.num_warps)
-    limit = max_sum_registers(architecture, itemsize, tile.num_warps if sums > 1 else None)
+    limit = _max_sum_registers(architecture, itemsize, tile.num_warps, sums)
     return shared <= architecture.shared_bytes and registers <= limit
 
 
-def max_sum_registers(architecture: Architecture, itemsize: int, num_warps_of_several: int | None) -> int:
+def _max_sum_registers(architecture: Architecture, itemsize: int, num_warps: int, sums: int) -> int:
     """Of a thread, for sums. It has 255; addresses, masks, and operands outside shared memory take the others.
 
     Found by compiling (`aot.py`): what is let through does not spill. Blocks of four warps that hold several sums need
-    more beside them (num_warps_of_several is None for a single sum).
+    more beside them.
     """
     if itemsize == 4:  # multiplied by the ordinary units, from registers
         return 32
     if architecture.min_rows == 16:
         return 96
-    return 64 if num_warps_of_several == 4 else 128
+    return 64 if num_warps == 4 and sums > 1 else 128
