@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from tandem.router.errors import ApiError
 from tandem.router.output import Answer, Delta
+from tandem.router.parsers.pieces import Content, Piece
+from tandem.router.parsers.select import Reading
 from tandem.workers.types import TokenLogprobs
 
 
@@ -40,6 +42,13 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
         }
+
+
+def pieces_of(delta: Delta, reading: Reading) -> Sequence[Piece]:
+    """What was added, as it is read; all of it words where nothing reads it."""
+    if reading.is_plain:
+        return [Content(delta.text)] if delta.text else []
+    return delta.pieces
 
 
 class Form(Protocol):

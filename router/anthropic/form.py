@@ -10,7 +10,7 @@ from typing import Any
 from tandem.router.anthropic.errors import error_body
 from tandem.router.errors import ApiError
 from tandem.router.events import named_event
-from tandem.router.form import Naming, Usage
+from tandem.router.form import Naming, Usage, pieces_of
 from tandem.router.output import Answer, Delta
 from tandem.router.parsers.pieces import CallArguments, CallStart, Content, Message, Piece, Reasoning
 from tandem.router.plan import Plan
@@ -66,10 +66,7 @@ class MessageForm:
         return self._message(blocks, _stop_reason(answer), answer.stop_string, _usage(usage))
 
     def _pieces(self, delta: Delta) -> Sequence[Piece]:
-        reading = self._plan.showing.reading
-        if reading.calls is None and not reading.reasoning:
-            return [Content(delta.text)] if delta.text else []
-        return delta.pieces
+        return pieces_of(delta, self._plan.showing.reading)
 
     def _piece(self, piece: Piece) -> bytes:
         match piece:

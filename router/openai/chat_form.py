@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.router.errors import ApiError
-from tandem.router.form import Naming, Usage
+from tandem.router.form import Naming, Usage, pieces_of
 from tandem.router.openai import sse
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.router.output import Answer, Delta
@@ -46,7 +46,6 @@ class ChatForm:
         """Choices whose first chunk waits for the logprobs of the prompt."""
         self._prompt_logprobs: msgspec.Raw | None = None
         """Where they are shown."""
-
         self._text_chunks: Sequence[Callable[[str], bytes]] | None = None
         """By choice; made when the first is asked for, since most of a client's time it waits."""
 
@@ -95,9 +94,7 @@ class ChatForm:
         return self._text_chunks[index](text)
 
     def _told(self, delta: Delta) -> list[dict[str, Any]]:
-        if self._plan.showing.reading.calls is None and not self._plan.showing.reading.reasoning:
-            return [{"content": delta.text}] if delta.text else []
-        return [_piece(piece) for piece in delta.pieces]
+        return [_piece(piece) for piece in pieces_of(delta, self._plan.showing.reading)]
 
     def _chunk(self, index: int, told: dict[str, Any], delta: Delta | None, finish_reason: str | None) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": told, "logprobs": None, "finish_reason": finish_reason}
@@ -141,10 +138,7 @@ class ChatForm:
         return choice
 
     def _message(self, answer: Answer) -> dict[str, Any]:
-        reading = self._plan.showing.reading
-        if reading.calls is None and not reading.reasoning:
-            return {"role": "assistant", "content": answer.total.text, "refusal": None}
-        read = Message.of(answer.total.pieces)
+        read = Message.of(pieces_of(answer.total, self._plan.showing.reading))
         content = None if read.calls and not read.content else read.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if read.reasoning:

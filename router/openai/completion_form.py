@@ -37,7 +37,6 @@ class CompletionForm:
         self._echoed_logprobs: dict[int, EchoedLogprobs] = {}
         self._prompt_logprobs: dict[int, msgspec.Raw] = {}
         """Both by prompt, where they are shown."""
-
         self._text_chunks: Sequence[Callable[[str], bytes]] | None = None
         """By choice; made when the first is asked for."""
 

@@ -85,8 +85,13 @@ class Reading:
     starts_inside: bool = False
     """The prompt ends inside the model's thoughts."""
 
+    @property
+    def is_plain(self) -> bool:
+        """There is nothing in the text but words."""
+        return self.calls is None and not self.reasoning
+
     def reader(self) -> Reader | None:
-        """None: there is nothing in the text but text."""
+        """None: the text is plain."""
         calls = None if self.calls is None else READERS[self.calls]()
         return ReasoningReader(calls, starts_inside=self.starts_inside) if self.reasoning else calls
 
