@@ -22,10 +22,20 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
+    def __len__(self) -> int:
+        """Those that have not ended."""
+        return len(self._tasks)
+
     async def wait(self) -> None:
         """Until all have ended, those that they start meanwhile included."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel all, and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await self.wait()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tandem.workers.offload.disk_file import DiskError, DiskFile, StoredRecord
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed
 from tandem.workers.offload.records import EvictionOrder, Record, TierEvent, nobody_listens
+from tandem.workers.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class DiskTier:
         self._is_paused = True  # until it is open
         self._has_warned = False
         self._retry: asyncio.TimerHandle | None = None
-        self._opening: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -270,7 +271,7 @@ class DiskTier:
     def _resume(self) -> None:
         self._retry = None
         if self._file is None:
-            self._opening = asyncio.get_running_loop().create_task(self.open(), name="open the disk tier")
+            self._tasks.spawn(self.open(), "open the disk tier")
         else:
             self._is_paused = False
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from tandem.workers.offload.host import HostEntry, HostTier
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed
 from tandem.workers.offload.records import Record, pack
 from tandem.workers.sequence import Sequence as KVSequence
+from tandem.workers.tasks import Tasks
 from tandem.workers.transfer.base import undisturbed
 from tandem.workers.types import FillSource
 
@@ -98,7 +99,7 @@ class Tiers:
         self._copier = ThreadPoolExecutor(1, "kv-tier-copy")
         self._saving: asyncio.Task[None] | None = None
         self._slot_came_back = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._is_closed = False
 
     def start(self) -> None:
@@ -112,7 +113,7 @@ class Tiers:
             self._host_path.start_at(self._memory.block_bytes / max(time.perf_counter() - started, 1e-9))
             self._host.give_back(slot)
         if self._disk is not None:
-            self._spawn(self._disk.open(), "open the disk tier")
+            self._tasks.spawn(self._disk.open(), "open the disk tier")
 
     async def close(self) -> None:
         """Blocks on their way are lost, except those that a thread is copying at this moment."""
@@ -120,10 +121,7 @@ class Tiers:
         self._waiting.clear()
         if self._disk is not None:
             self._disk.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.cancel()
         self._copier.shutdown()
 
     # Asked at admission
@@ -160,7 +158,7 @@ class Tiers:
         else:
             self._waiting[block_id] = Record(key, parent_key, pack(token_ids), priority)
             if self._saving is None:
-                self._saving = self._spawn(self._save_waiting(), "save evicted blocks")
+                self._saving = self._tasks.spawn(self._save_waiting(), "save evicted blocks")
 
     def before_write(self, block_ids: Iterable[int]) -> None:
         """These blocks are about to be overwritten: copy those that wait, now."""
@@ -240,7 +238,7 @@ class Tiers:
             if self._host.capacity:
                 self._metrics.count("kv_tier_evicted_blocks_total", tier="host")
             if self._disk is not None and self._disk.is_on and not self._disk.will_hold(victim.record.key):
-                self._spawn(self._write(self._disk, victim), "write a block to disk")
+                self._tasks.spawn(self._write(self._disk, victim), "write a block to disk")
             else:
                 self._give_back(victim.slot)
 
@@ -349,9 +347,3 @@ class Tiers:
         self._metrics.count(
             "kv_tier_bytes_total", num_blocks * self._memory.block_bytes, tier=tier, direction=direction
         )
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
