@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from tandem.router.anthropic.wire import UNSUPPORTED as MESSAGES_UNSUPPORTED
 from tandem.router.anthropic.wire import CountedFields, MessageRequest
-from tandem.router.docs_answers import ANSWERS, ERROR, EVENT, MESSAGES_ERROR, OPEN, PAGES, REFUSALS, STREAMING
+from tandem.router.auth import OPEN_PATHS
+from tandem.router.docs_answers import ANSWERS, ERROR, EVENT, MESSAGES_ERROR, PAGES, REFUSALS, STREAMING
 from tandem.router.openai.chat import UNSUPPORTED as CHAT_UNSUPPORTED
 from tandem.router.openai.chat import ChatCompletionRequest
 from tandem.router.openai.completions import UNSUPPORTED as COMPLETIONS_UNSUPPORTED
@@ -105,7 +106,7 @@ def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
         "operationId": f"{method}{path.replace('/', '_').replace('{', '').replace('}', '')}",
         "responses": {"200": _answer(path, method), **_refusals(path)},
     }
-    if path in OPEN:
+    if path in OPEN_PATHS:
         operation["security"] = []
     if names:
         operation["parameters"] = [
@@ -126,7 +127,7 @@ def _answer(path: str, method: str) -> dict[str, Any]:
 
 def _refusals(path: str) -> dict[str, Any]:
     """What may go wrong is the same everywhere, but for the Messages API, which says it in its own way."""
-    if path in OPEN:
+    if path in OPEN_PATHS:  # probes, which are answered when not all is well, too
         return {"503": {"description": "Not now", "content": {"application/json": {"schema": _reference("Health")}}}}
     name = "MessagesError" if path.startswith("/v1/messages") else "Error"
     content = {"application/json": {"schema": _reference(name)}}

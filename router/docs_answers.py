@@ -218,8 +218,6 @@ EVENT: Schema = {
 """Of a stream. The last of OpenAI's own has [DONE] for its data."""
 STREAMING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Routes that answer with events when `stream` is true."""
-OPEN = frozenset({"/health", "/live", "/ready"})
-"""Asked for without a key, and answered when not all is well, too."""
 PAGES: Mapping[str, Any] = {
     "/docs": {"text/html": {"schema": STRING}},
     "/openapi.json": {"application/json": {"schema": {"type": "object"}}},
