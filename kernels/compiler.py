@@ -63,8 +63,12 @@ def digest_of(words: Iterable[str], files: Iterable[Path]) -> str:
     """16 hex digits that change with the compiler, any of the words, and any file's name or content. Raises
     `BuildError`."""
     compiler = find_compiler()
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update("\0".join([compiler, compiler_version(compiler), *words]).encode())
+    return fingerprint([compiler, compiler_version(compiler), *words], files)
+
+
+def fingerprint(words: Iterable[str], files: Iterable[Path]) -> str:
+    """16 hex digits that change with any of the words, and any file's name or content."""
+    digest = hashlib.blake2b("\0".join(words).encode(), digest_size=8)
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

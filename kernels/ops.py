@@ -119,6 +119,10 @@ class Ops(Protocol):
 
     name: str
 
+    def numerics(self) -> str:
+        """What the bits of results depend on beside the arguments: BACKEND/HARDWARE/VERSION. Objects that say the same
+        compute the same, wherever they are; those that differ may differ in any bit."""
+
     def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
         """table[token_ids]. token_ids [T] int64, table [V, hidden] -> [T, hidden]."""
 

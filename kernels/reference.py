@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.capture import Captured
+from tandem.kernels.compiler import fingerprint
+from tandem.kernels.cpu.tunables import cpu_name
 from tandem.kernels.ops import PackedLinear, QKNorm, Sampled, SamplingInputs, StepLayout, StepPlan
 from tandem.kernels.reference_attention import AttentionPlan, attend, plan_attention
 from tandem.kernels.reference_sampling import sample, score
@@ -77,6 +80,12 @@ class ReferenceOps:
     """See `ops.Ops` for what each method computes."""
 
     name = "reference"
+
+    def numerics(self) -> str:
+        """The libraries behind torch choose their code by the CPU."""
+        capability = torch.backends.cpu.get_cpu_capability()
+        words = [torch.__version__, capability, cpu_name()]
+        return f"reference/{capability}/{fingerprint(words, sorted(Path(__file__).parent.glob('reference*.py')))}"
 
     def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.index_select(table, 0, token_ids, out=out)

@@ -14,18 +14,19 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
-from tandem.kernels.compiler import BuildError, build_once, cache_folder, digest_of
+from tandem.kernels.compiler import BuildError, build_once, cache_folder, digest_of, fingerprint
 from tandem.kernels.cpu.records import RECORD
 
 logger = logging.getLogger(__name__)
 
 NATIVE = Path(__file__).parent / "native"
 LEVEL_VARIABLE = "TANDEM_CPU_LEVEL"
+X86 = ("x86_64", "AMD64")
 
 _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w")
 """No contraction: which products are fused must not be the compiler's choice."""
@@ -54,6 +55,13 @@ def source_files() -> list[Path]:
 def build_key(level: str) -> str:
     """16 hex digits that change with anything that could change the machine code. Raises `BuildError`."""
     return digest_of([*_COMMON_FLAGS, *LEVELS[level], torch.__version__], source_files())
+
+
+@cache
+def code_version() -> str:
+    """16 hex digits that change with what is computed, and in which order. Not with the compiler: under these flags it
+    may neither contract nor reorder, so all make the same bits of the same sources."""
+    return fingerprint([*_COMMON_FLAGS, repr(LEVELS)], source_files())
 
 
 def build(level: str, on_progress: Callable[[str], None] | None = None) -> Path:
@@ -86,7 +94,7 @@ def can_run(level: str, on_progress: Callable[[str], None] | None = None) -> boo
 
     Raises `BuildError`.
     """
-    if platform.machine() not in ("x86_64", "AMD64") and level != "plain":
+    if platform.machine() not in X86 and level != "plain":
         return False
     return _survives(build(level, on_progress))
 
@@ -96,9 +104,9 @@ def _survives(library: Path) -> bool:
     return subprocess.run([sys.executable, "-c", _PROBE, str(library)], check=False, timeout=60).returncode == 0
 
 
-def level_of_this_machine(on_progress: Callable[[str], None] | None = None) -> str:
-    """The best level that works here, or the one named by `TANDEM_CPU_LEVEL`. Raises `BuildError`."""
-    wanted = os.environ.get(LEVEL_VARIABLE)
+def level_of_this_machine(on_progress: Callable[[str], None] | None = None, wanted: str | None = None) -> str:
+    """`wanted`, or the level named by `TANDEM_CPU_LEVEL`, or the best one that works here. Raises `BuildError`."""
+    wanted = wanted or os.environ.get(LEVEL_VARIABLE)
     if wanted is not None and wanted not in LEVELS:
         raise BuildError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, but is {wanted!r}")
     for level in (wanted,) if wanted else LEVELS:

@@ -20,7 +20,7 @@ from tandem.kernels.triton.buffers import Buffers
 from tandem.kernels.triton.device import architecture_of
 from tandem.kernels.triton.graph import GraphRecorder
 from tandem.kernels.triton.launch import CountedLaunch, DeviceLaunch, check_index
-from tandem.kernels.triton.tuning import Tuning, Workbench, device_key
+from tandem.kernels.triton.tuning import Tuning, Workbench, device_key, numerics
 from tandem.kernels.tuning import Choices, DeviceKey, Tunable, TuningWorkload
 
 T = TypeVar("T")
@@ -43,6 +43,9 @@ class TritonOps:
         self._buffers = Buffers()
         self._tuning = Tuning()
         self._recorder = GraphRecorder()
+
+    def numerics(self) -> str:
+        return numerics(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def embedding(self, token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:

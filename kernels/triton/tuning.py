@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from tandem.kernels.compiler import fingerprint
 from tandem.kernels.ops import StepLayout
 from tandem.kernels.triton import activation, attention, linear
 from tandem.kernels.triton.buffers import Buffers
@@ -105,6 +107,15 @@ def device_key(device: torch.device) -> DeviceKey:
         return DeviceKey("interpreter", 1, versions)
     versions["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
     return DeviceKey(torch.cuda.get_device_name(device), 1, versions)
+
+
+@cache
+def numerics(device: torch.device) -> str:
+    """See `ops.Ops`. Chips of one capability multiply alike; what is made of a kernel for them is up to Triton."""
+    chip = "interpreter"
+    if device.type == "cuda":
+        chip = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return f"triton/{chip}/{fingerprint([triton.__version__], sorted(Path(__file__).parent.glob('*.py')))}"
 
 
 class Workbench:
