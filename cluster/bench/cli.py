@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,10 @@ import msgspec
 import typer
 from rich.console import Console
 
+from tandem.cluster.bench.command_line import JsonPath, failures_of, put_json, table_console, tell_progress
 from tandem.cluster.bench.engine_cli import engine, ops
 from tandem.cluster.bench.gateway_cli import gateway
 from tandem.cluster.bench.router_cli import router
-from tandem.workers.errors import UserError
 
 bench_app = typer.Typer(
     help="Measure a server or an engine, or check that answers are the same whichever way.", no_args_is_help=True
@@ -70,7 +69,7 @@ def serve(
     admin_url: Annotated[
         str | None, typer.Option(help="Tandem's admin port, for handover times, e.g. http://127.0.0.1:8001")
     ] = None,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file, or - .")] = None,
+    json_path: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture to this file, e.g. run.png")] = None,
 ) -> None:
     """Send a load to a server and report latencies, throughput and goodput.
@@ -78,10 +77,12 @@ def serve(
     Choose one of --rate (requests come when they come), --trace (as they came elsewhere) and --concurrency (the next
     when one has ended). Ctrl-C ends the load and reports what there is.
     """
-    from tandem.cluster.bench.serve import ServeOptions
+    from tandem.cluster.bench.plot import save_plot
+    from tandem.cluster.bench.report import ConsoleProgress, print_report, to_json
+    from tandem.cluster.bench.serve import ServeOptions, bench_serve
 
     fresh = {} if seed is None else {"seed": seed}
-    try:
+    with failures_of("serve"):
         options = ServeOptions(
             url=url,
             model=model,
@@ -111,33 +112,14 @@ def serve(
             slo_itl_s=slo_itl,
             **fresh,
         )
-        num_ok = _run(options, json_path, plot)
-    except UserError as error:
-        Console(stderr=True).print(f"tandem bench serve: {error}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    if num_ok == 0:
+        with ConsoleProgress(Console(stderr=True)) as progress:
+            report = asyncio.run(bench_serve(options, progress))
+        print_report(report, table_console(json_path))
+        put_json(json_path, to_json(report))
+        if plot is not None:
+            save_plot(report, plot)
+    if report.summary.num_ok == 0:
         raise typer.Exit(1)
-
-
-def _run(options: object, json_path: str | None, plot: Path | None) -> int:
-    from tandem.cluster.bench.plot import save_plot
-    from tandem.cluster.bench.report import ConsoleProgress, print_report, to_json
-    from tandem.cluster.bench.serve import ServeOptions, bench_serve
-
-    assert isinstance(options, ServeOptions)
-    with ConsoleProgress(Console(stderr=True)) as progress:
-        report = asyncio.run(bench_serve(options, progress))
-    print_report(report, Console(stderr=json_path == "-"))
-    if json_path == "-":
-        sys.stdout.buffer.write(to_json(report))
-    elif json_path is not None:
-        try:
-            Path(json_path).write_bytes(to_json(report))
-        except OSError as error:
-            raise UserError(f"{json_path}: cannot be written: {error}") from error
-    if plot is not None:
-        save_plot(report, plot)
-    return report.summary.num_ok
 
 
 @bench_app.command("parity")
@@ -149,7 +131,7 @@ def parity(
     vocab_size: Annotated[int, typer.Option(help="Prompts are random token ids below this.")] = 49_000,
     seed: Annotated[int, typer.Option(help="Other prompts, other seeds.")] = 0,
     dtype: Annotated[str, typer.Option(help="As for tandem serve.")] = "auto",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the outcomes to this file.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Check that answers do not depend on how they were served: bit for bit.
 
@@ -159,22 +141,22 @@ def parity(
     from tandem.cluster.bench.parity import compare_ways, show_outcomes
 
     console = Console(stderr=True)
-    outcomes = asyncio.run(
-        compare_ways(
-            model,
-            num_requests=requests,
-            chunks=chunk,
-            concurrency=concurrency,
-            seed=seed,
-            vocab_size=vocab_size,
-            arguments=("--dtype", dtype),
-            on_outcome=lambda outcome: console.print(
-                f"{outcome.num_equal}/{outcome.num_requests} equal: {outcome.way}"
-            ),
-            on_progress=lambda message: console.print(message, style="dim"),
+    with failures_of("parity"):
+        outcomes = asyncio.run(
+            compare_ways(
+                model,
+                num_requests=requests,
+                chunks=chunk,
+                concurrency=concurrency,
+                seed=seed,
+                vocab_size=vocab_size,
+                arguments=("--dtype", dtype),
+                on_outcome=lambda outcome: console.print(
+                    f"{outcome.num_equal}/{outcome.num_requests} equal: {outcome.way}"
+                ),
+                on_progress=tell_progress,
+            )
         )
-    )
-    show_outcomes(outcomes, Console())
-    if json_path is not None:
-        json_path.write_bytes(msgspec.json.encode(outcomes))
+        show_outcomes(outcomes, table_console(json_path))
+        put_json(json_path, msgspec.json.encode(outcomes))
     raise typer.Exit(0 if all(outcome.difference is None for outcome in outcomes) else 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tandem.workers.errors import UserError
+from tandem.cluster.bench.command_line import JsonPath, failures_of, numbers, put_json, table_console, tell_progress
 
 if TYPE_CHECKING:
     from tandem.cluster.bench.engine import EngineOptions
@@ -40,7 +40,7 @@ def engine(
     scratch: Annotated[
         Path | None, typer.Option(help="Keep logs and what peers convert or compile here. Default: a temporary folder.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    json_path: JsonPath = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file, for a README.")] = None,
 ) -> None:
     """Measure decode steps and prefill beside other engines, and beside what this machine's memory and cores can do.
@@ -52,17 +52,16 @@ def engine(
     from tandem.cluster.bench.engine_report import print_engine_report, to_json, to_markdown
     from tandem.cluster.bench.sides import parse_against
 
-    console = Console(stderr=True)
-    try:
-        pairs = itertools.product(_numbers("--context", context), _numbers("--streams", streams))
+    with failures_of("engine", OSError):
+        pairs = itertools.product(numbers("--context", context), numbers("--streams", streams))
         decodes = tuple(Decode(num_streams, length) for length, num_streams in pairs)
-        prefills = tuple(map(Prefill, _numbers("--prefill", prefill)))
+        prefills = tuple(map(Prefill, numbers("--prefill", prefill)))
         specs = tuple(parse_against(text, peers) for text in against or ())
         with _folder(scratch) as folder:
             options = _options(
                 model,
                 folder,
-                threads=_numbers("--threads", threads),
+                threads=numbers("--threads", threads),
                 decodes=decodes,
                 prefills=prefills,
                 chunk=chunk,
@@ -70,15 +69,11 @@ def engine(
                 steps=steps,
                 peers=specs,
             )
-            reports = bench_engine(options, folder, lambda message: console.print(message, style="dim"))
-        print_engine_report(options, reports, _wide_console())
-        if json_path is not None:
-            json_path.write_bytes(to_json(options, reports))
+            reports = bench_engine(options, folder, tell_progress)
+        print_engine_report(options, reports, _wide(table_console(json_path)))
+        put_json(json_path, to_json(options, reports))
         if markdown is not None:
             markdown.write_text(to_markdown(options, reports), encoding="utf-8")
-    except (UserError, OSError) as error:
-        console.print(f"tandem bench engine: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
 
 
 def ops(
@@ -93,15 +88,11 @@ def ops(
     from tandem.cluster.bench.ops import bench_ops, print_ops_report, to_markdown
     from tandem.kernels.ops import load_ops
 
-    console = Console(stderr=True)
-    try:
-        report = bench_ops(shape, load_ops(backend), lambda message: console.print(message, style="dim"))
+    with failures_of("ops", ValueError, OSError):
+        report = bench_ops(shape, load_ops(backend), tell_progress)
         if markdown is not None:
             markdown.write_text(to_markdown(report), encoding="utf-8")
-    except (UserError, ValueError, OSError) as error:
-        console.print(f"tandem bench ops: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    print_ops_report(report, _wide_console())
+    print_ops_report(report, _wide(Console()))
     raise typer.Exit(0 if report.is_within else 1)
 
 
@@ -124,9 +115,11 @@ def _options(model: str, scratch: Path, **values: object) -> EngineOptions:
     return EngineOptions(model=model, folder=folder, config=config, **values)  # type: ignore[arg-type]
 
 
-def _wide_console() -> Console:
+def _wide(console: Console) -> Console:
     """The tables need some width; a file or a pipe has no say in it."""
-    return Console() if Console().is_terminal else Console(width=140)
+    if not console.is_terminal:
+        console.width = 140
+    return console
 
 
 @contextmanager
@@ -137,14 +130,3 @@ def _folder(kept: Path | None) -> Iterator[Path]:
     else:
         kept.mkdir(parents=True, exist_ok=True)
         yield kept.resolve()
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    """`1,8,32`. Raises `UserError` naming the flag."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UserError(f"{flag} takes numbers with commas between them, but is {text!r}") from error
-    if min(numbers) < 1:
-        raise UserError(f"{flag} takes numbers of at least 1, but is {text!r}")
-    return numbers

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tandem.workers.errors import UserError
+from tandem.cluster.bench.command_line import JsonPath, failures_of, numbers, put_json, table_console, tell_progress
 
 if TYPE_CHECKING:
     from tandem.cluster.bench.gateway import GatewayReport, Requests, Streaming
@@ -42,18 +42,16 @@ def gateway(
     tokens: Annotated[str, typer.Option(help="Prompt lengths: one case for each.")] = "100,8000",
     requests: Annotated[int, typer.Option(min=1, help="Requests per prompt length, three times.")] = 60,
     idle: Annotated[int, typer.Option(min=0, help="Idle streams to hold. 0: skip.")] = 10_000,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file, or - .")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Measure what a gateway costs per token, per request and per idle stream: a real one, before scripted workers.
 
     tandem bench gateway --streams 64 --rate 10000 --idle 0
     """
     from tandem.cluster.bench.gateway import GatewayBenchOptions, bench_gateway
-    from tandem.cluster.bench.router_cli import numbers, put
     from tandem.cluster.model_source import resolve_model
 
-    console = Console(stderr=True)
-    try:
+    with failures_of("gateway"):
         options = GatewayBenchOptions(
             tokenizer_folder=resolve_model(model).folder,
             num_streams=streams,
@@ -64,12 +62,9 @@ def gateway(
             num_requests=requests,
             num_idle=idle,
         )
-        report = asyncio.run(bench_gateway(options, lambda message: console.print(message, style="dim")))
-        print_gateway_report(report, Console(stderr=json_path == "-"))
-        put(json_path, to_json(report))
-    except UserError as error:
-        console.print(f"tandem bench gateway: {error}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        report = asyncio.run(bench_gateway(options, tell_progress))
+        print_gateway_report(report, table_console(json_path))
+        put_json(json_path, to_json(report))
 
 
 def print_gateway_report(report: GatewayReport, console: Console) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -13,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tandem.workers.errors import UserError
+from tandem.cluster.bench.command_line import JsonPath, failures_of, numbers, put_json, table_console, tell_progress
 
 if TYPE_CHECKING:
     from tandem.cluster.bench.router import Case, RouterReport
@@ -48,7 +46,7 @@ def router(
         PolicyChoice, typer.Option(help="As for tandem serve --router-policy; some never ask the index.")
     ] = "cost",
     seed: Annotated[int, typer.Option(help="Other prompts, other loads.")] = 0,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file, or - .")] = None,
+    json_path: JsonPath = None,
     faults: Annotated[
         bool,
         typer.Option(
@@ -66,8 +64,7 @@ def router(
     from tandem.cluster.bench.router import RouterBenchOptions, bench_router
     from tandem.cluster.bench.router_faults import bench_faults
 
-    console = Console(stderr=True)
-    try:
+    with failures_of("router"):
         options = RouterBenchOptions(
             num_workers=numbers("--workers", workers),
             prompt_tokens=numbers("--tokens", tokens),
@@ -77,18 +74,14 @@ def router(
             policy=policy,
             seed=seed,
         )
-        say = partial(console.print, style="dim")
         if faults:
-            cases = asyncio.run(bench_faults(options, say, rounds=rounds))
-            print_faults(cases, Console(stderr=json_path == "-"))
-            put(json_path, msgspec.json.format(msgspec.json.encode([asdict(case) for case in cases])) + b"\n")
+            cases = asyncio.run(bench_faults(options, tell_progress, rounds=rounds))
+            print_faults(cases, table_console(json_path))
+            put_json(json_path, msgspec.json.format(msgspec.json.encode([asdict(case) for case in cases])) + b"\n")
             return
-        report = asyncio.run(bench_router(options, say))
-        print_router_report(report, Console(stderr=json_path == "-"))
-        put(json_path, to_json(report))
-    except UserError as error:
-        console.print(f"tandem bench router: {error}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        report = asyncio.run(bench_router(options, tell_progress))
+        print_router_report(report, table_console(json_path))
+        put_json(json_path, to_json(report))
 
 
 def print_router_report(report: RouterReport, console: Console) -> None:
@@ -148,28 +141,3 @@ def fault_cells(case: FaultCase) -> list[str]:
         f"{case.share_late:.1%}",
         f"{case.recovery_s:.1f}",
     ]
-
-
-def put(path: str | None, content: bytes) -> None:
-    """Write what --json asked for: to the file, to standard output (-), or nowhere. Raises `UserError`."""
-    if path is None:
-        return
-    if path == "-":
-        sys.stdout.buffer.write(content)
-        return
-    try:
-        with open(path, "wb") as file:
-            file.write(content)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}") from error
-
-
-def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """`1,100` as numbers of at least 1."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{flag} must be numbers of at least 1, separated by commas, but is {text!r}")
-    return numbers

@@ -60,12 +60,15 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Serving]:
 
 
 async def _wait_ready(server: Serving, process: asyncio.subprocess.Process, last_lines: asyncio.Task[str]) -> None:
-    async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(START_TIMEOUT_S):
-        while process.returncode is None:
-            with contextlib.suppress(httpx.TransportError):
-                if (await http.get(f"{server.url}/ready")).status_code == 200:
-                    return
-            await asyncio.sleep(0.2)
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(START_TIMEOUT_S):
+            while process.returncode is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if (await http.get(f"{server.url}/ready")).status_code == 200:
+                        return
+                await asyncio.sleep(0.2)
+    except TimeoutError as error:
+        raise UserError(f"tandem serve was not ready after {START_TIMEOUT_S:.0f} s") from error
     raise UserError(f"tandem serve ended with exit code {process.returncode}: {await last_lines}")
 
 

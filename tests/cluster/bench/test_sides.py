@@ -189,8 +189,8 @@ def test_prompts_are_fresh_each_round_and_contexts_are_not() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--streams", "1,x"], "--streams takes numbers with commas between them"),
-        (["--prefill", "0"], "--prefill takes numbers of at least 1"),
+        (["--streams", "1,x"], "--streams must be numbers of at least 1"),
+        (["--prefill", "0"], "--prefill must be numbers of at least 1"),
         (["--against", "nobody"], "--against nobody: no "),
         (["random:qwen9"], "no such shape"),
     ],
