@@ -21,7 +21,7 @@ from typing import Any
 
 import redis
 
-from tandem.cluster.bench.cpu_use import busy_ticks
+from tandem.cluster.bench.cpu_use import ProcessMoment
 from tandem.cluster.bench.router_scene import Scene, connected, decide, fill
 from tandem.cluster.bench.statistics import percentiles
 from tandem.cluster.collector import settled_collector
@@ -109,74 +109,51 @@ async def bench_router(options: RouterBenchOptions, on_progress: Callable[[str],
                     on_progress(f"{num_workers} workers, prompts of {prompt_tokens} tokens")
                     scene = Scene(client, num_workers, prompt_tokens, options.seed)
                     with settled_collector():
-                        report.cases.append(await _Bench(options, server.url, client, scene).run())
+                        report.cases.append(await _Bench(options, server, client, scene).run())
         finally:
             await server.stop()
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """Clocks of this machine, all in seconds."""
-
-    wall_s: float
-    own_s: float
-    busy_s: float
-
-    @classmethod
-    def now(cls) -> _Moment:
-        ticks = busy_ticks(Path("/proc/stat").read_text())
-        return cls(time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK"))
-
-    def others_since(self, server_cpu_s: float) -> float:
-        now = self.now()
-        others_s = now.busy_s - self.busy_s - (now.own_s - self.own_s) - server_cpu_s
-        return max(0.0, others_s) / (now.wall_s - self.wall_s)
-
-
 class _Bench:
     """One case."""
 
-    def __init__(self, options: RouterBenchOptions, url: str, client: redis.Redis, scene: Scene) -> None:
+    def __init__(self, options: RouterBenchOptions, server: EmbeddedRedis, client: redis.Redis, scene: Scene) -> None:
         self._options = options
-        self._url = url
+        self._server = server
         self._client = client
         self._scene = scene
 
     async def run(self) -> Case:
         self._scene.publish()
         options = self._options
-        async with self._scene.routing(self._url, budget_s=options.budget_s, policy=options.policy) as (router, index):
-            return await self._measure(router, index)
+        routing = self._scene.routing(self._server.url, budget_s=options.budget_s, policy=options.policy)
+        async with routing as (dispatcher, index):
+            return await self._measure(dispatcher, index)
 
     async def _measure(self, dispatcher: Dispatcher, index: IndexReader) -> Case:
         workers = self._scene.workers
         wall, cpu, hashing, choosing = [], [], [], []
         running: deque[Generation] = deque()
-        num_warm_up = NUM_RUNNING
-        server_began, num_late, began_at = 0.0, 0, _Moment.now()
-        for number in range(num_warm_up + self._options.num_decisions):
-            if number == num_warm_up:
-                server_began, num_late, began_at = self._server_cpu_s(), index.num_late, _Moment.now()
+        server_began, num_late, began = self._server_cpu_s(), 0, self._now()
+        for number in range(NUM_RUNNING + self._options.num_decisions):
+            if number == NUM_RUNNING:  # what was before is the warm-up
+                server_began, num_late, began = self._server_cpu_s(), index.num_late, self._now()
             request = self._scene.request(number)
             workers.hear_some(RATE)
             decision = await decide(dispatcher, request)
             running.append(decision.generation)
             if len(running) > NUM_RUNNING:
                 running.popleft().close()
-            if number < num_warm_up:
+            if number < NUM_RUNNING:
                 continue
             wall.append(decision.wall_s)
             cpu.append(decision.cpu_s)
             if number % 4 == 0:
-                began = time.process_time()
-                dispatcher.block_keys(request)
-                hashing.append(time.process_time() - began)
-                began = time.process_time()
-                decision.generation.predict()
-                choosing.append(time.process_time() - began)
+                hashing.append(_cpu_s(lambda: dispatcher.block_keys(request)))  # noqa: B023  called at once
+                choosing.append(_cpu_s(decision.generation.predict))
         server_cpu_s = self._server_cpu_s() - server_began
-        others = began_at.others_since(server_cpu_s)
+        others = self._now().others_since(began)
         for generation in running:
             generation.close()
         walls, cpus = percentiles(wall), percentiles(cpu)
@@ -197,9 +174,17 @@ class _Bench:
             share_late=(index.num_late - num_late) / self._options.num_decisions,
         )
 
+    def _now(self) -> ProcessMoment:
+        assert self._server.pid is not None
+        return ProcessMoment.of(os.getpid(), (self._server.pid,))
+
     def _server_cpu_s(self) -> float:
         usage: Any = self._client.info("cpu")
         return float(usage["used_cpu_user"]) + float(usage["used_cpu_sys"])
 
 
-__all__ = ["RATE", "Case", "RouterBenchOptions", "RouterReport", "bench_router"]
+def _cpu_s(work: Callable[[], object]) -> float:
+    """CPU seconds of this process."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began

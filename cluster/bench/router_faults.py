@@ -232,6 +232,3 @@ class _FaultBench:
             begins += 1 / RATE
             await asyncio.sleep(max(0.0, begins - time.perf_counter()))
         return taken
-
-
-__all__ = ["FAULTS", "FaultCase", "bench_faults"]
