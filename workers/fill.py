@@ -69,9 +69,9 @@ class Filler:
         self._avoided_until: dict[WorkerAddress, float] = {}
         self._numbers = itertools.count()
         self._tasks = Tasks()
-        engine.scheduler.is_fill_faster = self.is_fill_faster
+        engine.scheduler.admission.is_fill_faster = self.is_fill_faster
         if tiers is not None:
-            engine.scheduler.tiers = tiers
+            engine.scheduler.admission.tiers = tiers
             engine.cache.on_evict = tiers.on_evict
             engine.before_step = tiers.before_step
 

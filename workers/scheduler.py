@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
 
+from tandem.workers.admission import Admission
 from tandem.workers.batch import BlockCopy
 from tandem.workers.beams import Fork
 from tandem.workers.block_pool import BlockPool
@@ -24,9 +24,9 @@ from tandem.workers.by_age import ByAge
 from tandem.workers.config import WorkerConfig
 from tandem.workers.fork import fork
 from tandem.workers.prefix_cache import PrefixCache
-from tandem.workers.reuse import BlockNames, Reuse
+from tandem.workers.reuse import BlockNames
 from tandem.workers.sequence import Sequence, Status
-from tandem.workers.types import CachedTokens, FillSource
+from tandem.workers.types import FillSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,6 @@ class Chunk:
     """To be made first."""
 
 
-class Tiers(Protocol):
-    """Where evicted blocks go: what can be had back from there."""
-
-    def num_held(self, keys: SequenceOf[bytes]) -> int:
-        """How many of these keys, from the first on, lower tiers hold without a gap."""
-
-
-class NoTiers:
-    def num_held(self, keys: SequenceOf[bytes]) -> int:
-        return 0
-
-
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     """Its next tokens that are due. A copy is part of the first step of a sequence that has one."""
     copy = None if sequence.in_flight else sequence.copy
@@ -63,13 +51,14 @@ def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
 
 
 class Scheduler:
-    """Owns the queues and is the only one that takes blocks from the pool or gives them back."""
+    """Owns the queues. It, and what it is made of (admission.py, fork.py, reuse.py), take blocks and give them back."""
 
     def __init__(self, config: WorkerConfig, pool: BlockPool, cache: PrefixCache) -> None:
         self.config = config
         self.pool = pool
         self.cache = cache
         self.names = BlockNames(config.cluster_key, pool, cache)
+        self.admission = Admission(config, pool, self.names)
         self.block_size = config.block_size
         # Even when every other one decodes, a sequence that reads its prompt gets a whole block into the step.
         self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens - config.block_size + 1)
@@ -77,10 +66,6 @@ class Scheduler:
         self.running = ByAge()
         self.incoming: dict[int, Sequence] = {}
         """By order. Also those that were cancelled and whose blocks may still be written."""
-        self.tiers: Tiers = NoTiers()
-        self.is_fill_faster: Callable[[Sequence], bool] = lambda sequence: True
-        """Whether to fetch what tiers or a peer hold beyond the pool, or to compute it. Reads the sequence's
-        `num_pool_blocks`, `num_tier_blocks` and `num_source_blocks`; asked only when there is something to fetch."""
         self.num_preemptions = 0
 
     # The step
@@ -169,7 +154,7 @@ class Scheduler:
         sequence.num_launched -= chunk.num_tokens
         sequence.num_pending -= chunk.is_sampled
         if chunk.copy is not None:
-            self._end_copy(sequence)
+            self.admission.end_copy(sequence)
         if sequence.replaced:  # by the step before: the next one, if it is in flight, was told of the new ones
             self.pool.release(sequence.replaced)
             sequence.replaced = []
@@ -304,7 +289,8 @@ class Scheduler:
     def _could_admit_oldest(self) -> bool:
         if len(self.running) + len(self.incoming) >= self.max_running:
             return False
-        return self._fits(self.waiting.oldest, self.names.find(self.waiting.oldest).without_copy)
+        oldest = self.waiting.oldest
+        return self.admission.find_room(oldest, self._headroom(oldest)) is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue. Never one in HELD or with `hold`: blocks that were promised to others stay."""
@@ -329,84 +315,19 @@ class Scheduler:
         return budget >= self.block_size or oldest.wants_remote or oldest.num_source_blocks > 0
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Own blocks for all its tokens, cached ones first; at least one token is left to compute."""
-        reuse = self.names.find(sequence)
-        if not self._fits(sequence, reuse):
-            reuse = reuse.without_copy  # its source may be the block that is missing
-            if not self._fits(sequence, reuse):
-                return False
-        self._take(sequence, reuse)
-        if sequence.reads_anew:
-            sequence.forget_readings()
-            sequence.num_source_blocks = 0
-        found = sequence.num_pool_blocks = sequence.num_registered
-        keys = sequence.block_keys[found : self.names.num_matchable(sequence)]
-        sequence.num_tier_blocks = 0 if sequence.reads_anew else self.tiers.num_held(keys)
-        self._join(sequence)
-        self._count_cached(sequence)
+        if not self.admission.try_admit(sequence, self._headroom(sequence)):
+            return False
+        self.waiting.remove(sequence)
+        if sequence.status is Status.INCOMING:
+            self.incoming[sequence.order] = sequence
+        else:
+            self.running.add(sequence)
         return True
-
-    def _fits(self, sequence: Sequence, reuse: Reuse) -> bool:
-        num_new = self._num_blocks(sequence) - len(reuse.block_ids)
-        shared = reuse.block_ids if reuse.source is None else [*reuse.block_ids, reuse.source]
-        return num_new + self._headroom(sequence) <= self.pool.num_available - self.pool.count_idle(shared)
-
-    def _take(self, sequence: Sequence, reuse: Reuse) -> None:
-        """Own what is reused, and new blocks for the rest."""
-        num_shared = len(reuse.block_ids)
-        self.pool.share(reuse.block_ids)
-        if reuse.source is not None:
-            self.pool.share([reuse.source])
-        sequence.block_ids = reuse.block_ids + self.pool.allocate(self._num_blocks(sequence) - num_shared)
-        if reuse.source is not None:
-            sequence.copy = BlockCopy(reuse.source, sequence.block_ids[num_shared], reuse.num_copied)
-        sequence.num_computed = num_shared * self.block_size + reuse.num_copied
-        sequence.num_registered = num_shared
-        self.names.retain(sequence)
-
-    def _num_blocks(self, sequence: Sequence) -> int:
-        return -(-len(sequence.token_ids) // self.block_size)
-
-    def _count_cached(self, sequence: Sequence) -> None:
-        """When it comes back, it finds what it computed itself, too: no more than the first time is from elsewhere."""
-        sequence.num_admissions += 1
-        num_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-        if sequence.num_admissions == 1:
-            sequence.cached = CachedTokens(pool=num_tokens)
-        elif sequence.first_token_at is None:  # nobody was told yet
-            sequence.cached = sequence.cached.at_most(num_tokens)
 
     def _headroom(self, newcomer: Sequence) -> int:
         """Blocks to leave free: one for each that may grow. Without it, an overloaded worker admits and preempts in
         turn, and computes 13 % of its tokens twice (README.md). Sequences with `hold` or `pooling` do not grow."""
         return 0 if newcomer.hold or newcomer.pooling is not None else len(self.running) + len(self.incoming)
-
-    def _join(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        is_filled = self._is_filled(sequence)
-        num_missing = sequence.num_uncomputed
-        if is_filled:
-            num_here = sequence.num_pool_blocks + sequence.num_tier_blocks
-            num_missing = len(sequence.token_ids) - num_here * self.block_size
-        if num_missing <= self.config.local_prefill_tokens:
-            sequence.wants_remote = False
-        if is_filled or sequence.wants_remote:
-            if sequence.copy is not None:  # no use: a fill brings whole blocks
-                sequence.num_computed -= sequence.copy.num_tokens
-                self._end_copy(sequence)
-            self.pool.expect(sequence.block_ids[self._first_incoming(sequence) :])
-            sequence.status = Status.INCOMING
-            self.incoming[sequence.order] = sequence
-        else:
-            sequence.status = Status.RUNNING
-            self.running.add(sequence)
-
-    def _is_filled(self, sequence: Sequence) -> bool:
-        """Whether tiers or a peer hold blocks beyond those found here, and it pays to fetch them."""
-        sequence.num_source_blocks = min(sequence.num_source_blocks, self.names.num_matchable(sequence))
-        if sequence.num_tier_blocks == 0 and sequence.num_source_blocks <= sequence.num_pool_blocks:
-            return False
-        return self.is_fill_faster(sequence)
 
     def _cut(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Append the largest chunk that fits: the rest, or up to a block border."""
@@ -423,14 +344,8 @@ class Scheduler:
         """Index of the first block of an INCOMING sequence that is still being filled."""
         return sequence.num_computed // self.block_size
 
-    def _end_copy(self, sequence: Sequence) -> None:
-        """Its source is needed no more: the copy was made, or will not be."""
-        if sequence.copy is not None:
-            self.pool.release([sequence.copy.source])
-            sequence.copy = None
-
     def _release(self, sequence: Sequence) -> None:
-        self._end_copy(sequence)
+        self.admission.end_copy(sequence)
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_registered = 0

@@ -36,8 +36,8 @@ class World:
         self.engine.on_incoming = self.handovers_append
         self.engine.cache.on_evict = self.on_evict
         self.engine.cache._clock = lambda: self.now
-        self.engine.scheduler.tiers = self
-        self.engine.scheduler.is_fill_faster = lambda sequence: rng.random() < 0.8
+        self.engine.scheduler.admission.tiers = self
+        self.engine.scheduler.admission.is_fill_faster = lambda sequence: rng.random() < 0.8
         self.now = 0.0
         self.stored: dict[bytes, Any] = {}
         """KV of evicted blocks, by key."""

@@ -64,7 +64,7 @@ def test_tiers_then_peer_then_the_rest_is_computed(
     engine = make_engine(50)
     engine.add(make_request("before", range(9), max_tokens=1))
     finish(engine)  # two blocks are here
-    engine.scheduler.tiers = Holds(2)
+    engine.scheduler.admission.tiers = Holds(2)
     [sequence] = engine.add(make_request("r", range(30)), hold=hold, num_source_blocks=6)
     assert engine.step() == []
     assert sequence.status is Status.INCOMING
@@ -120,14 +120,14 @@ def test_two_who_fetch_the_same_end_with_one_copy(make_engine: MakeEngine, make_
 
 def test_what_is_slower_than_computing_is_not_fetched(make_engine: MakeEngine, make_request: MakeRequest) -> None:
     engine = make_engine(50)
-    engine.scheduler.tiers = Holds(3)
+    engine.scheduler.admission.tiers = Holds(3)
     asked: list[int] = []
 
     def is_fill_faster(sequence: Sequence) -> bool:
         asked.append(sequence.num_tier_blocks)
         return False
 
-    engine.scheduler.is_fill_faster = is_fill_faster
+    engine.scheduler.admission.is_fill_faster = is_fill_faster
     [sequence] = engine.add(make_request("r", range(30)))
     finish(engine)
     assert (asked, sequence.cached.total) == ([3], 0)
@@ -138,7 +138,7 @@ def test_a_handover_follows_only_when_much_is_left(
     make_engine: MakeEngine, make_request: MakeRequest, num_held: int, wants_remote: bool
 ) -> None:
     engine = make_engine(50, local_prefill_tokens=8)
-    engine.scheduler.tiers = Holds(num_held)
+    engine.scheduler.admission.tiers = Holds(num_held)
     [sequence] = engine.add(make_request("r", range(30)), wants_remote=True)
     engine.step()
     assert (sequence.status, sequence.wants_remote) == (Status.INCOMING, wants_remote)
@@ -199,7 +199,7 @@ def test_what_it_finds_of_itself_when_it_comes_back_is_not_cached(
     engine.step()
     assert (sequence.cached, sequence.num_computed) == (CachedTokens(pool=8), 24)
     engine.scheduler._preempt(sequence)
-    engine.scheduler.tiers = Holds(1)
+    engine.scheduler.admission.tiers = Holds(1)
     engine.step()
     assert sequence.status is Status.INCOMING
     fill(engine, sequence, 28)
@@ -208,7 +208,7 @@ def test_what_it_finds_of_itself_when_it_comes_back_is_not_cached(
     engine.handover_abandoned(sequence, 28)
     engine.step()
     assert len(sequence.token_ids) == 31
-    engine.scheduler.tiers = Holds(0)
+    engine.scheduler.admission.tiers = Holds(0)
     engine.scheduler._preempt(sequence)
     engine.pool.release(engine.pool.allocate(50))  # what it had is gone
     engine.step()

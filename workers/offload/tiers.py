@@ -83,7 +83,7 @@ class _Job:
 
 
 class Tiers:
-    """What `Scheduler.tiers` and `PrefixCache.on_evict` ask and tell, and `restore`. Call `start` first."""
+    """What `Admission.tiers` and `PrefixCache.on_evict` ask and tell, and `restore`. Call `start` first."""
 
     def __init__(
         self, memory: PoolMemory, block_size: int, host: HostTier, disk: DiskTier | None, metrics: WorkerMetrics
