@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tandem.cluster.cli_serve import given_flags
+
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -138,7 +140,6 @@ def trace(
 
 def serve_settings(arguments: list[str]) -> tuple[Any, Any]:
     """The configuration that `tandem serve` would use with these arguments, and its settings. Raises `UserError`."""
-    from tandem.cluster.cli import given_flags
     from tandem.cluster.config import load_settings
 
     with serve_command().make_context("tandem serve", list(arguments), resilient_parsing=False) as serve_context:
