@@ -21,6 +21,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from tandem.cluster.backoff import Backoff
 from tandem.cluster.gateway_child import STATE_PATH, ChildSettings
 from tandem.cluster.merged_metrics import Families
 from tandem.cluster.redis_server import die_with_parent
@@ -36,10 +37,6 @@ MAX_SILENCE_S = 15.0
 """Loading a tokenizer is done in a thread: a gateway that answers nobody for so long will answer nobody."""
 START_TIMEOUT_S = 120.0
 """Until it answers for the first time: imports take seconds, and far longer on a machine that is busy."""
-FIRST_RESTART_S = 0.1
-LAST_RESTART_S = 30.0
-STEADY_S = 60.0
-"""A process that has lived so long starts afresh with its pauses."""
 
 _decoder = msgspec.msgpack.Decoder(Families)
 
@@ -56,11 +53,12 @@ class GatewayProcess:
         self.last_end = ""
         self.is_ready = False
         """It has been ready, and takes its share of the connections."""
-        self._is_useful = True
         self.max_silence_s = MAX_SILENCE_S
         self._settings = settings
         self._on_end = on_end
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_useful = True
+        """It was ready when it was looked at last."""
         self._heard_at = 0.0
         self._has_answered = False
         transport = httpx.AsyncHTTPTransport(uds=settings.socket_path)
@@ -96,18 +94,17 @@ class GatewayProcess:
 
     async def run(self) -> None:
         """For ever: start it, wait for its end, start the next one."""
-        pause_s = FIRST_RESTART_S
+        backoff = Backoff()
         while True:
             born = time.monotonic()
             self._spawn()
             await asyncio.to_thread(self._tell_settings)
             await self._watch()
             self._bury()
-            if time.monotonic() - born > STEADY_S:
-                pause_s = FIRST_RESTART_S
-            logger.warning("gateway %d has ended: %s; starting it again in %.1f s", self.number, self.last_end, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_RESTART_S)
+            backoff.note_life(time.monotonic() - born)
+            next_s = backoff.pause_s
+            logger.warning("gateway %d has ended: %s; starting it again in %.1f s", self.number, self.last_end, next_s)
+            await backoff.pause()
 
     async def refresh(self) -> None:
         """Ask what it has counted; what it said last stays known when it does not answer."""

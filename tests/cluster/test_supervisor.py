@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from ray.exceptions import RaySystemError
 
-from tandem.cluster import pools
-from tandem.cluster.pools import Supervisor, WorkerEnd, WorkerSlot
+from tandem.cluster import backoff
+from tandem.cluster.pools import Supervisor
+from tandem.cluster.worker_slot import WorkerEnd, WorkerSlot
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import UserError, WorkerUnavailable
 from tandem.workers.types import WorkerAddress
@@ -94,7 +95,7 @@ def config(worker_id: str) -> WorkerConfig:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "FIRST_RESTART_S", 0.01)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_S", 0.01)
 
 
 async def test_a_dead_worker_is_reported_and_replaced_by_its_next_epoch() -> None:
@@ -110,7 +111,7 @@ async def test_a_dead_worker_is_reported_and_replaced_by_its_next_epoch() -> Non
 
 
 async def test_a_restart_that_fails_is_tried_again() -> None:
-    slot = FakeSlot(config("decode-0"), {1: WorkerUnavailable("no room"), 2: WorkerUnavailable("no room")})
+    slot = FakeSlot(config("decode-0"), {1: WorkerUnavailable("no room"), 2: RuntimeError("nobody thought of this")})
     story = Story([slot])
     await story.supervisor.start()
     slot.die()

@@ -12,11 +12,11 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from tandem.cluster import pools
+from tandem.cluster import worker_slot
 from tandem.cluster.actors import WorkerFailure
 from tandem.cluster.placement import Placement
-from tandem.cluster.pools import WorkerEnd, WorkerSlot
 from tandem.cluster.worker_logs import WarningCollector, WorkerProcess
+from tandem.cluster.worker_slot import WorkerEnd, WorkerSlot
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import WorkerUnavailable
 
@@ -130,8 +130,8 @@ async def test_last_lines_of_a_lost_machine_are_not_waited_for(
 
     monkeypatch.setattr(ray, "get_runtime_context", FakeContext)
     monkeypatch.setattr(ray, "remote", lambda function: Task())
-    monkeypatch.setattr(pools, "LAST_LINES_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(worker_slot, "LAST_LINES_TIMEOUT_S", 0.02)
     config = WorkerConfig(model_path=Path("/m"), model_name="m", role="decode", worker_id="decode-0")
     lost = WorkerProcess(node_id="ab" * 28, stderr_file="/x")
-    await pools._tell_end(config, WorkerEnd("gone", process=lost))
+    await worker_slot.tell_end(config, WorkerEnd("gone", process=lost))
     assert messages(caplog) == ["decode-0 epoch 0 has ended: gone\n  | (its machine does not say)"]
