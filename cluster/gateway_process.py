@@ -23,8 +23,8 @@ import msgspec
 
 from tandem.cluster.backoff import Backoff
 from tandem.cluster.gateway_child import STATE_PATH, ChildSettings
+from tandem.cluster.guard import die_with_parent
 from tandem.cluster.merged_metrics import Families
-from tandem.cluster.redis_server import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -97,14 +97,22 @@ class GatewayProcess:
         backoff = Backoff()
         while True:
             born = time.monotonic()
-            self._spawn()
-            await asyncio.to_thread(self._tell_settings)
-            await self._watch()
-            self._bury()
+            self._bury(await self._live())
             backoff.note_life(time.monotonic() - born)
             next_s = backoff.pause_s
             logger.warning("gateway %d has ended: %s; starting it again in %.1f s", self.number, self.last_end, next_s)
             await backoff.pause()
+
+    async def _live(self) -> str:
+        """From its start to its end; returns how that was."""
+        try:
+            self._spawn()
+        except OSError as error:  # no memory, or as many processes as there may be
+            return f"it cannot be started: {error}"
+        await asyncio.to_thread(self._tell_settings)
+        await self._watch()
+        code = self.exit_code or 0
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     async def refresh(self) -> None:
         """Ask what it has counted; what it said last stays known when it does not answer."""
@@ -187,10 +195,8 @@ class GatewayProcess:
         self._has_answered = True
         return answer
 
-    def _bury(self) -> None:
-        assert self._process is not None
-        code = self._process.returncode
-        self.last_end = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    def _bury(self, how: str) -> None:
+        self.last_end = how
         self.num_ends += 1
         self.is_ready = False
         latest, self.latest = self.latest, []

@@ -1,4 +1,6 @@
-"""A small process beside `tandem serve` that cleans up when that one is killed and has no time to do so itself.
+"""That nothing outlives `tandem serve`, also where it is killed and has no time to clean up.
+
+What it starts itself dies with it (`die_with_parent`). For the rest there is a small process beside it:
 
     python -m tandem.cluster.guard FOLDER     its standard input is a pipe that ends when the parent does
 
@@ -9,6 +11,8 @@ title, and overwrite it.)
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import signal
 import subprocess
@@ -22,6 +26,20 @@ import psutil
 
 ROUNDS = 5
 ROUND_S = 0.2
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: nothing may be loaded after a fork
+
+
+def die_with_parent() -> None:
+    """In a child, between fork and exec: be killed when the parent's thread that started it ends, however it ends."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def this_family() -> set[int]:
+    """This process and all below it, by pid."""
+    return {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
 
 
 @contextmanager

