@@ -66,6 +66,12 @@ class BatchItem:
     """Its one token is what the step launched just before samples in this row (of those that it samples); `token_ids`
     holds a 0 in its place. Nobody but the device may know it yet."""
 
+    @property
+    def num_attended(self) -> int:
+        """Tokens that its own attend to, added up: each to all before it and to itself."""
+        num_tokens = len(self.token_ids)
+        return num_tokens * self.start + num_tokens * (num_tokens + 1) // 2
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:

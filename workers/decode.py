@@ -19,7 +19,7 @@ import msgspec
 from tandem.workers.beams import Answer
 from tandem.workers.connection import Connection
 from tandem.workers.embedder import Embedder
-from tandem.workers.engine import Engine, StepOutput
+from tandem.workers.engine import Engine
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache
@@ -41,6 +41,7 @@ from tandem.workers.protocol import (
     UsePrefill,
 )
 from tandem.workers.sequence import Sequence
+from tandem.workers.steps import StepOutput
 from tandem.workers.tasks import Tasks
 from tandem.workers.transfer.base import PullTimeout
 from tandem.workers.types import KVSource, Request, TokenChunk, WorkerAddress

@@ -12,13 +12,14 @@ import itertools
 from dataclasses import dataclass
 
 from tandem.workers.connection import Connection
-from tandem.workers.engine import Engine, StepOutput
+from tandem.workers.engine import Engine
 from tandem.workers.errors import ProtocolError, RequestError
 from tandem.workers.fill import Filler
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.pooling import Pooling
 from tandem.workers.protocol import AnyMessage, Cancel, Embed, Embedded, Failed
 from tandem.workers.sequence import Sequence
+from tandem.workers.steps import StepOutput
 from tandem.workers.tasks import Tasks
 from tandem.workers.types import KVSource, WorkerAddress
 

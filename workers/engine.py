@@ -1,25 +1,20 @@
 """One worker's engine: requests in, step outputs out. Accounting runs on one thread; only the runner runs elsewhere.
 
-    step:  schedule() ─> Step ─> Pipeline: the runner computes it ─> results ─> apply() ─> [StepOutput, ...]
+    add ──> sequences ──> steps (stepper.py) ──> StepOutput, ...
+                 └─ INCOMING: somebody fills their blocks, and tells of it here
 
-`step()` does it in place (offline use, tests); `run()` drives it for a server: between `schedule` and `apply` the event
-loop is free, and every public method may be called: blocks of steps in flight stay where they are until `apply`. If it
-`overlaps`, the next step is scheduled and launched before the one in flight is applied, where that can be.
+Every public method may be called at any time, also while a step is in flight.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
-from tandem.workers.batch import Batch, SampledToken, StepResult
+from tandem.workers.batch import SampledToken
 from tandem.workers.block_key import root_key
 from tandem.workers.block_pool import BlockPool
 from tandem.workers.books import check_owners
@@ -28,14 +23,12 @@ from tandem.workers.constraint import validate_constraints
 from tandem.workers.errors import RequestError
 from tandem.workers.grammar import GrammarCache
 from tandem.workers.new_sequences import constrain, sequences_of
-from tandem.workers.outcomes import Outcomes
-from tandem.workers.pipeline import Pipeline
 from tandem.workers.pooling import PoolingMode
 from tandem.workers.prefix_cache import CacheEvent, PrefixCache
-from tandem.workers.scheduler import Chunk, Scheduler
+from tandem.workers.scheduler import Scheduler
 from tandem.workers.sequence import Sequence, Status
-from tandem.workers.step_items import build_batch, host_need, num_attended, sampled_rows
-from tandem.workers.steps import STEP_FAILED, Runner, Step, StepOutput, StepTimes
+from tandem.workers.stepper import Stepper
+from tandem.workers.steps import Runner, StepOutput
 from tandem.workers.types import (
     BlockCounts,
     FillSource,
@@ -47,20 +40,9 @@ from tandem.workers.types import (
 )
 from tandem.workers.validation import validate_input, validate_request
 
-__all__ = ["STEP_FAILED", "Engine", "Runner", "Step", "StepOutput", "StepTimes"]
 
-
-class Engine:
-    """See the module. Callbacks are optional attributes, called on the accounting thread, and must not raise:
-
-    `on_outputs(list)`   every `StepOutput` of a step of `run()`, at once
-    `on_incoming(seq)`   a sequence became INCOMING: restore its `num_tier_blocks`, fetch what a peer holds beyond them
-                         (`num_source_blocks`), and tell of both with `blocks_arrived`; if it `wants_remote`, hand it
-                         over. End with exactly one of `handover_finished`, `handover_abandoned`, or, once cancelled,
-                         `release_incoming`
-    `before_step(batch)` a step is about to overwrite blocks
-    `on_step(times)`     after each step
-    """
+class Engine(Stepper):
+    """The public face of a worker's accounting. Its callbacks are those of `Stepper`."""
 
     def __init__(
         self,
@@ -73,17 +55,13 @@ class Engine:
         vocab_size: int = 1 << 32,
         overlaps: bool = False,
     ) -> None:
-        self.runner = runner
+        """`vocab_size`: token ids are below it. `overlaps`: see `Stepper`."""
+        self.cache = PrefixCache(config.block_size, on_cache_event, clock=time.monotonic)
+        self.pool = BlockPool(num_blocks, self.cache)
+        super().__init__(runner, Scheduler(config, self.pool, self.cache), overlaps=overlaps)
         self.config = config
         self.identity = identity
         self.vocab_size = vocab_size
-        self.cache = PrefixCache(config.block_size, on_cache_event, clock=time.monotonic)
-        self.pool = BlockPool(num_blocks, self.cache)
-        self.scheduler = Scheduler(config, self.pool, self.cache)
-        self.on_outputs: Callable[[list[StepOutput]], None] | None = None
-        self.on_incoming: Callable[[Sequence], None] | None = None
-        self.before_step: Callable[[Batch], None] | None = None
-        self.on_step: Callable[[StepTimes], None] | None = None
         self.grammars: GrammarCache | None = None
         """Compiles what requests ask for; prepare a grammar in it before `add`, which otherwise waits for it."""
         self._requests: dict[str, dict[int, Sequence]] = {}
@@ -91,16 +69,6 @@ class Engine:
         self.can_generate = True
         """False: the model has no head, and gives embeddings alone."""
         self._arrivals = itertools.count()
-        self._wake = asyncio.Event()
-        self._is_closed = False
-        self.overlaps = overlaps
-        """Whether steps may overlap. Can be changed at any time; pays where the runner's `launch` does not compute."""
-        self.step_orders: Counter[str] = Counter()
-        """Steps that were decided while another one was in flight ("ahead"), and why the others were not."""
-        self._order = "first"
-        self._in_flight: deque[Step] = deque()
-        self._pipeline = Pipeline()
-        self._outcomes = Outcomes(self.scheduler, config.max_model_len, self._finish)
 
     # Requests
 
@@ -310,104 +278,6 @@ class Engine:
         self.wake()
         return True
 
-    # The step
-
-    def step(self) -> list[StepOutput]:
-        """One whole step in this thread: what the oldest in flight did. An empty list: nothing could be computed, or
-        nothing came of it."""
-        while True:
-            step = self._next_step()
-            done = self._pipeline.turn(self.runner, step)
-            if done is not None:
-                return self.apply(done.step, done.results, done.execute_s)
-            if step is None:
-                return []
-
-    def schedule(self) -> Step | None:
-        """Decide the next step. None: nothing to compute now, or not before the step in flight is applied. One may be
-        in flight if it `can_be_followed`."""
-        started = time.monotonic()
-        previous = self._in_flight[-1] if self._in_flight else None
-        if previous is not None:
-            assert len(self._in_flight) == 1, "two steps are in flight"
-            if not previous.can_be_followed:
-                return None
-            if not self.scheduler.can_run_ahead():
-                self._order = "blocks"
-                return None
-        incoming: list[Sequence] = []
-        chunks = self.scheduler.schedule(incoming.append, is_ahead=previous is not None)
-        for sequence in itertools.chain(incoming, (chunk.sequence for chunk in chunks)):
-            if sequence.admitted_at is None:
-                sequence.admitted_at = started
-        step = self._make_step(chunks, previous, started) if chunks else None
-        if step is not None or previous is None:
-            self._order = "first"
-        if self.on_incoming is not None:  # last: from here on it may call back, even at once
-            for sequence in incoming:
-                self.on_incoming(sequence)
-        return step
-
-    def apply(self, step: Step, results: SequenceOf[StepResult] | None, execute_s: float = 0.0) -> list[StepOutput]:
-        """Account for an executed step, the oldest; `results` None: it failed. Sequences that were cancelled meanwhile,
-        or had ended before this step when it was decided, yield no output."""
-        started = time.monotonic()
-        outputs: list[StepOutput] = []
-        applied = self._in_flight.popleft()
-        assert applied is step, "an older step is in flight"
-        self._order = step.host_need or self._order
-        for index, chunk in enumerate(step.chunks):
-            sequence = chunk.sequence
-            self.scheduler.settle(chunk)
-            if sequence.is_finished:
-                continue
-            if results is None:
-                outputs.append(self._outcomes.fail(sequence))
-            else:
-                outputs.append(self._outcomes.take(chunk, results[index]))
-        if self.on_step is not None:
-            apply_s = time.monotonic() - started
-            num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
-            reads = [item for item in step.batch.items if len(item.token_ids) > 1]
-            self.on_step(
-                StepTimes(
-                    len(step.chunks),
-                    num_tokens,
-                    step.schedule_s,
-                    execute_s,
-                    apply_s,
-                    num_decodes=len(step.chunks) - len(reads),
-                    num_attended=sum(map(num_attended, reads)),
-                )
-            )
-        return outputs
-
-    async def run(self) -> None:
-        """Step until `close()`; sleep while there is nothing to compute. An error here is a bug of the accounting."""
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, thread_name_prefix="runner") as executor:
-            while not self._is_closed or not self._pipeline.is_empty:
-                self._wake.clear()
-                step = None if self._is_closed else self._next_step()
-                if step is None and self._pipeline.is_empty:
-                    await self._wake.wait()
-                    continue
-                done = await loop.run_in_executor(executor, self._pipeline.turn, self.runner, step)
-                if done is None:
-                    continue
-                outputs = self.apply(done.step, done.results, done.execute_s)
-                if outputs and self.on_outputs is not None:
-                    self.on_outputs(outputs)
-
-    def close(self) -> None:
-        """Make `run()` return after the steps in flight. Sequences stay as they are."""
-        self._is_closed = True
-        self.wake()
-
-    def wake(self) -> None:
-        """Something changed that may let a sleeping `run()` go on. The engine's own methods do this themselves."""
-        self._wake.set()
-
     # What a worker says of itself
 
     @property
@@ -445,26 +315,6 @@ class Engine:
 
     def _root(self, salt: str) -> bytes:
         return root_key(self.config.cluster_key, self.identity, salt)
-
-    def _next_step(self) -> Step | None:
-        return None if self._pipeline.has_failed else self.schedule()
-
-    def _make_step(self, chunks: list[Chunk], previous: Step | None, started: float) -> Step:
-        rows = {} if previous is None else sampled_rows(previous.chunks)
-        overlaps = self.overlaps or previous is not None
-        step = Step(
-            build_batch(chunks, self.config.block_size, rows),
-            tuple(chunks),
-            overlaps=overlaps,
-            host_need=host_need(chunks) if overlaps else None,
-        )
-        if self.before_step is not None:
-            self.before_step(step.batch)
-        if overlaps:
-            self.step_orders["ahead" if previous is not None else self._order] += 1
-        step = replace(step, schedule_s=time.monotonic() - started)
-        self._in_flight.append(step)
-        return step
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence, Status.FINISHED)

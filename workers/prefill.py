@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tandem.workers.connection import Connection
 from tandem.workers.embedder import Embedder
-from tandem.workers.engine import Engine, StepOutput
+from tandem.workers.engine import Engine
 from tandem.workers.errors import ProtocolError, RequestError
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache
@@ -24,6 +24,7 @@ from tandem.workers.peers import Peers
 from tandem.workers.promises import Promise, Promises
 from tandem.workers.protocol import AnyMessage, Cancel, Prefill
 from tandem.workers.sequence import Sequence
+from tandem.workers.steps import StepOutput
 from tandem.workers.tasks import Tasks
 from tandem.workers.types import Choice, KVSource, Request, TokenChunk
 

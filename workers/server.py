@@ -20,7 +20,7 @@ from tandem.workers.config import WorkerConfig
 from tandem.workers.connection import Connection, accept
 from tandem.workers.decode import DecodeWorker
 from tandem.workers.embedder import Embedder
-from tandem.workers.engine import Engine, StepOutput, StepTimes
+from tandem.workers.engine import Engine
 from tandem.workers.errors import ProtocolError, UserError, WorkerUnavailable
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache, load_grammar_tokenizer
@@ -41,6 +41,7 @@ from tandem.workers.sequence import Sequence
 from tandem.workers.speeds import SpeedMeter
 from tandem.workers.transfer.backends import create_transfer
 from tandem.workers.transfer.base import KVPoolMemory, Transfer
+from tandem.workers.steps import StepOutput, StepTimes
 from tandem.workers.transfer.local import LocalPools
 from tandem.workers.types import ModelIdentity, WorkerAddress, WorkerSnapshot
 from tandem.workers.warm_up import WarmUp, tuning_workload

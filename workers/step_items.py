@@ -14,12 +14,6 @@ NO_ROWS: Mapping[Sequence, int] = MappingProxyType({})
 """Of no step."""
 
 
-def num_attended(item: BatchItem) -> int:
-    """Each token attends to all before it and to itself."""
-    num_tokens = len(item.token_ids)
-    return num_tokens * item.start + num_tokens * (num_tokens + 1) // 2
-
-
 def build_batch(chunks: SequenceOf[Chunk], block_size: int, rows: Mapping[Sequence, int] = NO_ROWS) -> Batch:
     """Lists in it are the sequences' own where they are long. `rows`: where the step in flight samples whose token."""
     copies = tuple(chunk.copy for chunk in chunks if chunk.copy is not None)

@@ -84,3 +84,13 @@ class StepTimes:
     """Sequences that computed one token."""
     num_attended: int = 0
     """Tokens that the tokens of the other sequences attended to, added up."""
+
+    @classmethod
+    def of(cls, step: Step, execute_s: float, apply_s: float) -> StepTimes:
+        """Of a step that is over."""
+        prompts = [item for item in step.batch.items if len(item.token_ids) > 1]
+        return cls(
+            *(len(step.chunks), step.batch.num_tokens, step.schedule_s, execute_s, apply_s),
+            num_decodes=len(step.chunks) - len(prompts),
+            num_attended=sum(item.num_attended for item in prompts),
+        )

@@ -7,9 +7,9 @@ from engine_play import IN_ORDER, MakeEngine, MakeRequest, run, runner_of
 
 from tandem.workers.batch import Batch, SampledToken
 from tandem.workers.block_pool import BlockState
-from tandem.workers.engine import STEP_FAILED, StepOutput
 from tandem.workers.fake_runner import expected_tokens
 from tandem.workers.sequence import Status
+from tandem.workers.steps import STEP_FAILED, StepOutput
 
 # Tokens do not depend on how they were computed
 

@@ -13,9 +13,9 @@ import pytest
 from engine_play import MakeEngine, MakeRequest, run, runner_of, start_handover, until
 
 from tandem.workers.batch import Batch, SampledToken
-from tandem.workers.engine import STEP_FAILED, StepOutput, StepTimes
 from tandem.workers.errors import RequestError
 from tandem.workers.fake_runner import expected_tokens
+from tandem.workers.steps import STEP_FAILED, StepOutput, StepTimes
 
 # What is refused
 

@@ -13,9 +13,9 @@ import pytest
 from engine_play import MakeEngine, MakeRequest, fill, next_token, runner_of
 
 from tandem.workers.batch import LATER
-from tandem.workers.engine import Step, StepOutput
 from tandem.workers.fake_runner import LaggingRunner, expected_tokens
 from tandem.workers.sequence import Sequence
+from tandem.workers.steps import Step, StepOutput
 from tandem.workers.types import Retention
 
 

@@ -11,8 +11,9 @@ from engine_play import MakeEngine, MakeRequest, fill, next_token, run, runner_o
 
 from tandem.workers.batch import Batch
 from tandem.workers.block_pool import BlockState
-from tandem.workers.engine import STEP_FAILED, Engine, Step, StepOutput
+from tandem.workers.engine import Engine
 from tandem.workers.fake_runner import expected_tokens
+from tandem.workers.steps import STEP_FAILED, Step, StepOutput
 
 pytestmark = pytest.mark.parametrize("overlaps", [True], ids=["overlapping"], indirect=True)
 

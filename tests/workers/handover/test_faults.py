@@ -13,8 +13,8 @@ import pytest
 from frame_proxy import Cut, FrameProxy
 
 from tandem.workers.batch import Batch, SampledToken
-from tandem.workers.engine import Runner
 from tandem.workers.protocol import Confirm, Prefill, Renew, TicketPart
+from tandem.workers.steps import Runner
 from tandem.workers.transfer.faulty import Delay, Fail, FaultPlan, FaultyTransfer, FlipBit, Hang, SkipBlock
 from tandem.workers.types import Request
 
