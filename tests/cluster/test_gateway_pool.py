@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tandem.cluster import gateway_process
+from tandem.cluster import backoff, gateway_process
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.gateway_child import ChildSettings
 from tandem.cluster.gateway_pool import GatewayPool, bind_public, open_gateway
@@ -277,3 +277,30 @@ async def test_a_process_that_cannot_start_ends_the_start(tmp_path: Path) -> Non
             await pool.wait_ready()
     await pool.stop()
     await worker.stop()
+
+
+async def test_a_machine_without_room_for_a_process_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GatewayConfig(model_name="m", tokenizer_folder=tmp_path, max_model_len=100)
+    settings = ChildSettings(
+        gateway=config,
+        cluster=ClusterConfig(model="m", gateways=2),
+        host="127.0.0.1",
+        port=0,
+        socket_path=str(tmp_path / "0.sock"),
+        cluster_url="http://127.0.0.1:1",
+    )
+    process = gateway_process.GatewayProcess(0, settings, lambda families: None)
+
+    def spawn() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(process, "_spawn", spawn)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_S", 0.001)
+    running = asyncio.create_task(process.run())
+    await until(lambda: process.num_ends == 2)
+    assert process.last_end == "it cannot be started: [Errno 11] Resource temporarily unavailable"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await process.close()
