@@ -27,13 +27,12 @@ from socket import socket
 from typing import Any
 
 import msgspec
-import psutil
 import uvloop
 
 from tandem.cluster.actors import IndexSettings
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.gateway_pool import bind_public, open_gateway
-from tandem.cluster.guard import end_processes, guarded
+from tandem.cluster.guard import end_processes, guarded, this_family
 from tandem.cluster.http_server import StopSignals
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
@@ -83,8 +82,7 @@ def run(config: ClusterConfig, progress: StartProgress) -> None:
     else:
         prepare_to_join()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, progress))
+        uvloop.run(_serve(config, progress))
     except RayLost as error:
         logger.error("%s", error)
         logging.shutdown()
@@ -92,10 +90,8 @@ def run(config: ClusterConfig, progress: StartProgress) -> None:
 
 
 async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
-    signals = StopSignals()
     async with AsyncExitStack() as stack:
-        signals.install()
-        stack.callback(signals.remove)
+        signals = stack.enter_context(StopSignals())
         public = stack.enter_context(bind_public(config))
         admin = stack.enter_context(bind(config.admin_host, config.admin_port, flag="--admin-port"))
         cluster = _Cluster(config, progress, stack, signals)
@@ -323,7 +319,7 @@ async def _running_ray(begin: Callable[[], None], folder: Path, lost: asyncio.Fu
     # One thread that lasts: Ray's processes are killed by the system when the thread that started them ends.
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
     loop = asyncio.get_running_loop()
-    before = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    before = this_family()
     starting = loop.run_in_executor(executor, begin)
     try:
         await asyncio.shield(starting)

@@ -39,15 +39,12 @@ def run_gateway(config: ClusterConfig, cluster_url: str) -> None:
         raise UserError("--cluster-key (or TANDEM_CLUSTER_KEY) is missing: it must be the one of the launcher")
     if not cluster_url.startswith(("http://", "https://")):
         raise UserError(f"--cluster-url must be an http:// URL, but is {cluster_url!r}")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, cluster_url.rstrip("/")))
+    uvloop.run(_serve(config, cluster_url.rstrip("/")))
 
 
 async def _serve(config: ClusterConfig, cluster_url: str) -> None:
-    signals = StopSignals()
     async with AsyncExitStack() as stack:
-        signals.install()
-        stack.callback(signals.remove)
+        signals = stack.enter_context(StopSignals())
         public = stack.enter_context(bind_public(config))
         admin = stack.enter_context(bind(config.admin_host, config.admin_port, flag="--admin-port"))
         client = await stack.enter_async_context(client_of(cluster_url))

@@ -80,18 +80,15 @@ def main() -> None:
     settings = ChildSettings.decode(sys.stdin.buffer.readline())
     configure_logging(settings.cluster.log_format)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings))
+        uvloop.run(_serve(settings))
     except TandemError as error:
         logger.error("a gateway process cannot go on: %s", error)
         sys.exit(1)
 
 
 async def _serve(settings: ChildSettings) -> None:
-    signals = StopSignals()
     async with AsyncExitStack() as stack:
-        signals.install()
-        stack.callback(signals.remove)
+        signals = stack.enter_context(StopSignals())
         private = stack.enter_context(_private_listener(settings.socket_path))
         gateway = Gateway(settings.gateway)
         observe(gateway, settings.cluster, stack)

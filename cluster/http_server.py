@@ -17,20 +17,24 @@ from tandem.router.http_protocol import HttpLimits, limited_protocol
 
 
 class StopSignals:
-    """SIGINT or SIGTERM sets `stop`; a second one ends us, and everything below us, at once."""
+    """While this context lasts, SIGINT or SIGTERM sets `stop`; a second one ends us, and all that is below us, at once."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-    def install(self) -> None:
-        """May be called again, when somebody else has put handlers of his own in their place."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._on_signal)
+    def __enter__(self) -> StopSignals:
+        self.install()
+        return self
 
-    def remove(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.remove_signal_handler(number)
+
+    def install(self) -> None:
+        """Again, when somebody else has put handlers of his own in their place."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self.stop.is_set():

@@ -176,5 +176,4 @@ async def _main() -> None:
 
 if __name__ == "__main__":
     raise_file_limit()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main())
+    uvloop.run(_main())

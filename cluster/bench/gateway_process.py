@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -58,5 +57,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main())
+    uvloop.run(_main())
