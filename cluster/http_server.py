@@ -17,7 +17,7 @@ from tandem.router.http_protocol import HttpLimits, limited_protocol
 
 
 class StopSignals:
-    """While this context lasts, SIGINT or SIGTERM sets `stop`; a second one ends us, and all that is below us, at once."""
+    """While this context lasts SIGINT or SIGTERM sets `stop`; a second one ends us, and all below us, at once."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
