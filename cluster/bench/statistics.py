@@ -7,7 +7,7 @@ run: from the start of the first measured request to the end of the last.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,7 +139,6 @@ def summarise(records: Sequence[RequestRecord], *, slo_ttft_s: float, slo_itl_s:
     duration_s = max((record.ended_s for record in records), default=0.0) - started_s
     output_tokens = sum(record.output_tokens for record in records)
     reported = [record for record in ok if record.cached_tokens is not None and record.prompt_tokens]
-    reported_prompt_tokens = sum(record.prompt_tokens or 0 for record in reported)
     return Summary(
         num_ok=len(ok),
         num_failed=len(records) - len(ok),
@@ -155,15 +154,18 @@ def summarise(records: Sequence[RequestRecord], *, slo_ttft_s: float, slo_itl_s:
         output_tokens_per_s=output_tokens / duration_s if duration_s > 0 else 0.0,
         requests_per_s=len(ok) / duration_s if duration_s > 0 else 0.0,
         goodput=goodput(records, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s, duration_s=duration_s),
-        cached_share=sum(record.cached_tokens or 0 for record in reported) / reported_prompt_tokens
-        if reported_prompt_tokens
-        else None,
-        ideal_cached_share=sum(record.reusable_share * (record.prompt_tokens or 0) for record in reported)
-        / reported_prompt_tokens
-        if reported_prompt_tokens
-        else None,
+        cached_share=_share_of_prompts(reported, lambda record: record.cached_tokens or 0),
+        ideal_cached_share=_share_of_prompts(
+            reported, lambda record: record.reusable_share * (record.prompt_tokens or 0)
+        ),
         turns=turn_figures(reported),
     )
+
+
+def _share_of_prompts(records: Sequence[RequestRecord], tokens_of: Callable[[RequestRecord], float]) -> float | None:
+    """Of all their prompt tokens. None for no prompts."""
+    num_tokens = sum(record.prompt_tokens or 0 for record in records)
+    return sum(map(tokens_of, records)) / num_tokens if num_tokens else None
 
 
 def turn_figures(records: Sequence[RequestRecord]) -> tuple[TurnFigures, ...]:
