@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import psutil
@@ -23,6 +22,7 @@ from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.config import GatewayConfig
 from tandem.workers.config import WorkerConfig
 from tandem.workers.errors import UserError
+from tandem.workers.models.checkpoint import DtypeName
 from tandem.workers.transfer.base import NUM_PROBE_BLOCKS
 from tandem.workers.types import Role
 
@@ -37,13 +37,13 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The same with nothing left open: model found, sizes fixed."""
+    """A `ClusterConfig` with nothing left open: model found, sizes fixed."""
 
     cluster: ClusterConfig
     model_path: Path
     model_name: str
     device: Device
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: DtypeName
     max_model_len: int
     kv_cache_memory_bytes: int
     num_threads: int
@@ -72,7 +72,7 @@ def resolve(
     """Fix what depends on the model and the machine. Raises `UserError` when the KV cache cannot hold one request."""
     total_workers = sum(config.num_workers)
     machine_bytes = psutil.virtual_memory().total if memory_bytes is None else memory_bytes
-    cores = _num_cores() if num_cores is None else num_cores
+    cores = available_cores() if num_cores is None else num_cores
     auto_bytes = min(int(machine_bytes * KV_MEMORY_SHARE / total_workers), KV_MEMORY_CAP_BYTES)
     kv_bytes = auto_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
     device = resolve_device(config.device, is_elsewhere=config.address is not None)
@@ -158,7 +158,7 @@ def _max_model_len(config: ClusterConfig, model: ResolvedModel, kv_bytes: int) -
     return wanted
 
 
-def _num_cores() -> int:
+def available_cores() -> int:
     """Cores that this process may use."""
     return len(psutil.Process().cpu_affinity() or ()) or 1
 

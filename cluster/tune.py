@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tandem.cluster.config import load_config
 from tandem.cluster.model_cache import cache_folder
 from tandem.cluster.model_source import DtypeChoice, resolve_model
-from tandem.cluster.resolve import resolve, resolve_device
+from tandem.cluster.resolve import available_cores, resolve, resolve_device
 from tandem.cluster.tune_table import report_as_json, show_report
 from tandem.kernels.autotune import TunableOps, TuningReport, tune
 from tandem.kernels.ops import Ops
@@ -80,7 +79,7 @@ def run_tune(request: TuneRequest, *, create: CreateOps = create_ops, console: C
 
 def default_num_threads() -> int:
     """Those of a worker of `tandem serve` without flags: half of the cores, as there are two workers."""
-    return max(1, len(psutil.Process().cpu_affinity() or ()) // 2)
+    return max(1, available_cores() // 2)
 
 
 def _create_tunable(create: CreateOps) -> tuple[Ops, TunableOps]:
