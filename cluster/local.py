@@ -58,7 +58,7 @@ def generate(
     )
     progress("loading weights", None, None)
     model_config, kv_cache, runner = load_runner(config)
-    identity = identity_of(config, model_config, kv_cache)
+    identity = identity_of(config, runner.ops, kv_cache)
     vocab_size, overlaps = model_config.vocab_size, runner.can_overlap
     engine = Engine(runner, config, kv_cache.num_blocks, identity, vocab_size=vocab_size, overlaps=overlaps)
     detokenizers: dict[str, Detokenizer] = {}

@@ -54,12 +54,15 @@ TokensFor = Callable[[Request, int], Sequence[int]]
 """All tokens of this choice's answer, from its beginning."""
 
 
-def scripted_identity(block_size: int = 32, max_model_len: int = 4096) -> ModelIdentity:
+def scripted_identity(
+    block_size: int = 32, max_model_len: int = 4096, numerics: str = "scripted/any/0"
+) -> ModelIdentity:
     return ModelIdentity(
         protocol_version=PROTOCOL_VERSION,
         model="scripted",
         revision="0",
         dtype="float32",
+        numerics=numerics,
         layout_version=1,
         block_size=block_size,
         block_bytes=64,

@@ -1,8 +1,9 @@
 """The name of a block's content: equal keys mean equal KV. No torch: the router hashes prompts with it.
 
 key(block) = BLAKE2b-128, keyed with the cluster key, over (parent key, the block's token ids in 3 bytes each). The
-chain starts from a root that stands for everything else that KV depends on: model, revision, dtype, layout, block size,
-tenant salt. With 3 bytes a block of 32 tokens and its parent fit into one block of BLAKE2b, which halves the work.
+chain starts from a root that stands for everything else that KV depends on: model, revision, dtype, numerics, layout,
+block size, tenant salt. With 3 bytes a block of 32 tokens and its parent fit into one block of BLAKE2b, which halves
+the work.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def root_key(cluster_key: bytes, identity: ModelIdentity, salt: str) -> bytes:
         identity.model,
         identity.revision,
         identity.dtype,
+        identity.numerics,
         str(identity.layout_version),
         str(identity.block_size),
         salt,

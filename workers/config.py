@@ -11,6 +11,8 @@ from tandem.workers.errors import UserError
 from tandem.workers.types import Role
 
 TransferName = Literal["nixl", "nccl", "local"]
+CpuLevel = Literal["amx_bf16", "avx512_bf16", "avx512", "avx2", "plain"]
+"""Instruction sets that the native ops are made for, best first. Each gives bits of its own."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     """0 lets the system choose."""
     device: Literal["cpu", "cuda"] = "cpu"
+    cpu_level: CpuLevel | None = None
+    """With device "cpu". None: the best that the machine runs."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     block_size: int = 32
     max_model_len: int = 8192

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
+from tandem.workers.identity import difference
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.protocol import Confirmed, Describe, Description, Failed, Message, Renew, Renewed, TicketPart
 from tandem.workers.transfer.base import NUM_PATTERN_BLOCKS, NUM_PROBE_BLOCKS, Transfer, probe_pattern
@@ -49,14 +49,6 @@ def write_probe_pattern(kv_cache: KVCache) -> None:
 def _pattern_blocks(kv_cache: KVCache) -> NDArray[np.uint8]:
     """[NUM_PATTERN_BLOCKS, block_bytes]"""
     return probe_pattern(NUM_PATTERN_BLOCKS * kv_cache.block_bytes).reshape(NUM_PATTERN_BLOCKS, -1)
-
-
-def compare_identities(ours: ModelIdentity, theirs: ModelIdentity) -> None:
-    """Raises `PairingError` naming the first field that differs, and both values."""
-    for field in msgspec.structs.fields(ModelIdentity):
-        our_value, their_value = getattr(ours, field.name), getattr(theirs, field.name)
-        if our_value != their_value:
-            raise PairingError(f"{field.name} differs: ours {our_value!r}, theirs {their_value!r}")
 
 
 class Peer:
@@ -221,7 +213,8 @@ class Peers:
             connection.send(Describe())
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 description = await connection.receive_expected(Description)
-            compare_identities(self._identity, description.identity)
+            if (reason := difference(self._identity, description.identity)) is not None:
+                raise PairingError(reason)
             if description.transfer_name != self._transfer.name:
                 raise PairingError(
                     f"transfer differs: ours {self._transfer.name!r}, theirs {description.transfer_name!r}"

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from tandem.kernels.ops import Ops
 from tandem.workers.attempt import Reader
 from tandem.workers.backend import create_ops
 from tandem.workers.config import WorkerConfig
@@ -24,6 +25,7 @@ from tandem.workers.engine import Engine
 from tandem.workers.errors import ProtocolError, UserError, WorkerUnavailable
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache, load_grammar_tokenizer
+from tandem.workers.identity import numerics_of
 from tandem.workers.kv_cache import LAYOUT_VERSION, KVCache, num_blocks_for
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.model_runner import ModelRunner
@@ -100,7 +102,7 @@ class WorkerServer:
         model, kv_cache, runner = await asyncio.to_thread(load_runner, config, WarmUp(self._progress))
         self._step_counts = runner.counts
         self._progress("connecting")
-        self.identity = identity_of(config, model, kv_cache)
+        self.identity = identity_of(config, runner.ops, kv_cache)
         self.engine = Engine(
             *(runner, config, kv_cache.num_blocks, self.identity, self._on_cache_event),
             vocab_size=model.vocab_size,
@@ -265,7 +267,7 @@ def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[Mo
             f"{config.max_model_len}: raise the first or lower the second"
         )
     with warm_up.phase("preparing kernels"):
-        ops = create_ops(config.device, warm_up.tell)
+        ops = create_ops(config.device, warm_up.tell, config.cpu_level)
     with warm_up.phase("loading weights"), torch.inference_mode():
         weights = load_weights(config.model_path, model, dtype).to(config.device)
         kv_cache = KVCache(model, num_blocks, config.block_size, dtype, config.device)
@@ -303,12 +305,13 @@ def _tune(config: WorkerConfig, model: ModelConfig, runner: ModelRunner, warm_up
         warm_up.tune(runner.ops, workload, config.tuning_file, deadline_s=config.tuning_deadline_s)
 
 
-def identity_of(config: WorkerConfig, model: ModelConfig, kv_cache: KVCache) -> ModelIdentity:
+def identity_of(config: WorkerConfig, ops: Ops, kv_cache: KVCache) -> ModelIdentity:
     return ModelIdentity(
         protocol_version=PROTOCOL_VERSION,
         model=config.model_name,
         revision=revision_of(config.model_path),
         dtype=config.dtype,
+        numerics=numerics_of(ops.numerics()),
         layout_version=LAYOUT_VERSION,
         block_size=config.block_size,
         block_bytes=kv_cache.block_bytes,

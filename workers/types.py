@@ -122,6 +122,8 @@ class ModelIdentity(Record, frozen=True, kw_only=True):
 
 
 class WorkerAddress(Record, frozen=True, kw_only=True):
+    numerics: str
+    """Backend, hardware and version of all that computes (identity.py): with another one, any bit may differ."""
     """Where one incarnation of a worker listens. A restarted worker has the same id and a higher epoch."""
 
     worker_id: str

@@ -18,6 +18,7 @@ IDENTITY = ModelIdentity(
     model="bench",
     revision="0",
     dtype="bfloat16",
+    numerics="any",
     layout_version=1,
     block_size=32,
     block_bytes=4 << 20,

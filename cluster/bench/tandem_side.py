@@ -204,7 +204,7 @@ def _runner_without_model(config: WorkerConfig, model: ModelConfig, kv_cache: KV
 
 
 def _engine(config: WorkerConfig, model: ModelConfig, kv_cache: KVCache, runner: ModelRunner) -> Engine:
-    identity = identity_of(config, model, kv_cache)
+    identity = identity_of(config, runner.ops, kv_cache)
     return Engine(runner, config, kv_cache.num_blocks, identity, vocab_size=model.vocab_size)
 
 

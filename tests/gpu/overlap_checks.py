@@ -65,6 +65,7 @@ def make_engine(runner: object, num_blocks: int, block_size: int, max_model_len:
         model="random",
         revision="0",
         dtype="any",
+        numerics="any",
         layout_version=1,
         block_size=block_size,
         block_bytes=1,

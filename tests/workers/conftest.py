@@ -45,6 +45,7 @@ def make_engine(make_config: Callable[..., WorkerConfig], overlaps: bool) -> Cal
             model="fake",
             revision="0",
             dtype="uint64",
+            numerics="any",
             layout_version=1,
             block_size=config.block_size,
             block_bytes=8 * config.block_size,

@@ -49,6 +49,7 @@ def make_engine(request: pytest.FixtureRequest, make_config: Callable[..., Worke
             model="tiny",
             revision="0",
             dtype=dtype,
+            numerics="any",
             layout_version=1,
             block_size=BLOCK_SIZE,
             block_bytes=cache.block_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tandem.kernels import compiler
 from tandem.kernels.compiler import BuildError
 from tandem.kernels.cpu import build
 from tandem.workers.backend import create_ops
+from tandem.workers.errors import UserError
 
 COUNTING_COMPILER = """#!/bin/sh
 echo "$@" >> {log}
@@ -25,7 +27,8 @@ exec g++ "$@"
 
 def forget() -> None:
     """What this process knows of compilers and machines; the caches are per process, the tests are not."""
-    for cached in (compiler.find_compiler, compiler.compiler_version, build.build_key, build._survives):
+    known = (compiler.find_compiler, compiler.compiler_version, build.build_key, build.code_version, build._survives)
+    for cached in known:
         cached.cache_clear()
 
 
@@ -95,6 +98,27 @@ def test_the_key_follows_sources_flags_and_compiler(
     assert len(keys) == 4
 
 
+def test_what_is_computed_follows_sources_and_flags_but_not_the_compiler(
+    compiler_log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Machines with different compilers may share a cluster; those with other kernels may not."""
+    key, version = build.build_key("plain"), build.code_version()
+    monkeypatch.delenv(compiler.COMPILER_VARIABLE)
+    forget()
+    assert (build.build_key("plain") != key, build.code_version()) == (True, version)
+    versions = {version}
+    copy = tmp_path / "native"
+    shutil.copytree(build.NATIVE, copy)
+    (copy / "op.h").write_text((copy / "op.h").read_text() + "// another\n")
+    monkeypatch.setattr(build, "NATIVE", copy)
+    forget()
+    versions.add(build.code_version())
+    monkeypatch.setattr(build, "_COMMON_FLAGS", (*build._COMMON_FLAGS, "-ffp-contract=fast"))
+    forget()
+    versions.add(build.code_version())
+    assert len(versions) == 3
+
+
 def test_without_a_compiler_the_reference_serves_with_one_warning(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +172,15 @@ def test_a_probe_that_dies_means_no(fresh: Path, monkeypatch: pytest.MonkeyPatch
     forget()
     monkeypatch.setattr(build, "_PROBE", "")
     assert build.can_run("plain")
+
+
+def test_a_level_that_is_asked_for_is_taken_or_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the next one, nor plain torch: others compute at that level, too."""
+    monkeypatch.setenv(build.LEVEL_VARIABLE, "avx2")
+    monkeypatch.setattr(build, "can_run", lambda level, on_progress=None: level == "plain")
+    assert build.level_of_this_machine(wanted="plain") == "plain"
+    with pytest.raises(UserError, match=r"--cpu-level avx2: this machine cannot run the native ops \(avx2\)"):
+        create_ops("cpu", cpu_level="avx2")
 
 
 def test_an_unknown_level_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
