@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-DEFAULT_LINEAR = Candidate.of(prefetch=4096, grain=1, row_block=512)
-"""Bytes of weight fetched ahead; panels that a thread takes at a time; rows that pass through these together."""
+DEFAULT_LINEAR = Candidate.of(prefetch=4096, row_block=512)
+"""Bytes of weight fetched ahead; rows that pass through several panels together."""
 DEFAULT_ATTENTION = Candidate.of(query_block=128)
 """Query positions that one thread computes together."""
 
@@ -149,7 +149,7 @@ class CpuOps:
     def submit_linear(self, x: Tensor, packed: CpuLinear, out: Tensor, chosen: Candidate) -> None:
         """`linear` or `gate_up_silu`, run as chosen."""
         strides = (x.stride(0), out.stride(0))
-        how = (chosen["prefetch"], chosen["grain"], chosen["row_block"])
+        how = (chosen["prefetch"], chosen["row_block"])
         sizes = (x.shape[0], packed.in_features, packed.out_features, *strides, _DTYPES[x.dtype], *how, packed.is_gated)
         self._submit(records.LINEAR, (x, packed.weight, packed.bias, out), sizes)
 

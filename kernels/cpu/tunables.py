@@ -1,4 +1,4 @@
-"""What the autotuner can choose for the CPU backend: how far ahead weights are fetched, how work is cut and shared.
+"""What the autotuner can choose for the CPU backend: how far ahead weights are fetched, how work is cut.
 
 None of it touches the order of a reduction.
 """
@@ -21,12 +21,11 @@ from tandem.kernels.tuning import Candidate, Tunable, TuningKey, TuningWorkload,
 if TYPE_CHECKING:
     from tandem.kernels.cpu.backend import CpuOps
 
-_FEW_ROWS = 32
-"""Up to so many rows a linear is bound by reading its weights, beyond by the products."""
-
-_ROW_BLOCKS = (512, 256)
-_GRAINS = (1, 4)
 _PREFETCHES = (4096, 0)
+"""Bytes ahead of the weights in use."""
+_ROW_BLOCKS = (512, 256, 128)
+"""Rows that pass through several panels of weights before the next rows do."""
+_LEAST_PREFILL_ROWS = 32
 ATTENTION = tuple(Candidate.of(query_block=size) for size in (128, 64, 256, 32))
 
 
@@ -40,19 +39,15 @@ def linear_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunable]:
         is_head = workload.linears[-1] in weights
         for bucket in buckets_up_to(workload.max_seqs if is_head else workload.max_rows):
             key = TuningKey(op, shape, bucket, workload.dtype)
-            candidates = linear_candidates(bucket, torch.get_num_threads())
-            yield Tunable(key, candidates, _prepare_linear(ops, weights, bucket), timer=_timer())
+            yield Tunable(key, linear_candidates(bucket), _prepare_linear(ops, weights, bucket), timer=_timer())
 
 
-def linear_candidates(rows: int, num_threads: int) -> tuple[Candidate, ...]:
-    """Those that can differ: a lone thread takes every panel anyway, and few rows are one block."""
+def linear_candidates(rows: int) -> tuple[Candidate, ...]:
+    """Those that differ: a block of more than all rows is no block."""
+    row_blocks = [_ROW_BLOCKS[0], *(size for size in _ROW_BLOCKS[1:] if size < rows)]
     return tuple(
-        Candidate.of(prefetch=prefetch, grain=grain, row_block=row_block)
-        for prefetch, row_block, grain in itertools.product(
-            _PREFETCHES,
-            _ROW_BLOCKS[: 1 if rows <= _FEW_ROWS else None],
-            _GRAINS[: 1 if num_threads == 1 else None],
-        )
+        Candidate.of(prefetch=prefetch, row_block=row_block)
+        for prefetch, row_block in itertools.product(_PREFETCHES, row_blocks)
     )
 
 
@@ -73,7 +68,7 @@ def _prepare_linear(ops: CpuOps, weights: Sequence[CpuLinear], rows: int) -> Cal
 def attention_tunables(ops: CpuOps, workload: TuningWorkload) -> Iterator[Tunable]:
     """A chunk of a prompt behind a context of its own length; decode steps have one row per sequence to share out."""
     for rows in buckets_up_to(workload.max_rows):
-        if rows >= _FEW_ROWS:
+        if rows >= _LEAST_PREFILL_ROWS:
             shape = f"{workload.num_heads}:{workload.num_kv_heads}x{workload.head_dim}"
             key = TuningKey("paged_attention", shape, rows, workload.dtype)
             yield Tunable(key, ATTENTION, _prepare_attention(ops, workload, rows), timer=_timer())

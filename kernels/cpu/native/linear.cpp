@@ -97,8 +97,8 @@ void rows_against_panel(const Linear &l, int64_t row, int64_t panel) {
 template <class T>
 void linear_vectors(const Linear &l, Worker &worker) {
     constexpr int kRows = kLanes == 16 ? 8 : 2;
-    for (int64_t first; (first = worker.take(l.grain)) < l.panels();) {
-        for (int64_t panel = first; panel < std::min(first + l.grain, l.panels()); ++panel) {
+    for (Worker::Range piece; (piece = worker.take_share(l.panels(), l.panels_per_line())).first < l.panels();) {
+        for (int64_t panel = piece.first; panel < piece.last; ++panel) {
             int64_t row = 0;
             for (; row + kRows <= l.rows; row += kRows) rows_against_panel<T, kRows>(l, row, panel);
             for (; row < l.rows; ++row) rows_against_panel<T, 1>(l, row, panel);

@@ -10,7 +10,7 @@
 // the 16 ups that belong to them, and yields 16 outputs: gate / (1 + exp(-gate)) * up.
 //
 // pointers: x, weight, bias (of whole panels, or null), out
-// sizes: rows, in, outs, x_stride, out_stride, dtype, prefetch, grain, row_block, is_gated
+// sizes: rows, in, outs, x_stride, out_stride, dtype, prefetch, row_block, is_gated
 #pragma once
 
 #include <algorithm>
@@ -29,17 +29,18 @@ struct Linear {
     void *out;
     int64_t rows, in, outs, x_stride, out_stride, dtype;
     int64_t prefetch;   // bytes ahead of the weight in use; with many rows a whole panel ahead, unless it is 0
-    int64_t grain;      // panels that a thread takes at a time
     int64_t row_block;  // rows that pass through all panels of a piece before the next rows do
     bool is_gated;
 
     explicit Linear(const Op &op)
         : x(op.pointers[0]), weight(op.pointers[1]), bias(op.pointers[2]), out(op.pointers[3]), rows(op.sizes[0]),
           in(op.sizes[1]), outs(op.sizes[2]), x_stride(op.sizes[3]), out_stride(op.sizes[4]), dtype(op.sizes[5]),
-          prefetch(op.sizes[6]), grain(op.sizes[7]), row_block(op.sizes[8]), is_gated(op.sizes[9] != 0) {}
+          prefetch(op.sizes[6]), row_block(op.sizes[7]), is_gated(op.sizes[8] != 0) {}
 
     int64_t panel_outs() const { return is_gated ? kPanel / 2 : kPanel; }
     int64_t steps() const { return (in + kStep - 1) / kStep; }
+    // Panels whose outputs, of two bytes each, fill a line of the cache: threads that write to one line wait for each other.
+    int64_t panels_per_line() const { return kPanel / panel_outs(); }
     int64_t panels() const { return (outs + panel_outs() - 1) / panel_outs(); }
 };
 

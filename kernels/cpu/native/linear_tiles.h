@@ -24,10 +24,10 @@ class LinearOnTiles {
     }
 
     void run(Worker &worker) {
-        int64_t panels = l_.panels();
-        for (int64_t first = worker.take(l_.grain), next; first < panels; first = next) {
-            next = worker.take(l_.grain);  // now, to know whose weights to fetch
-            run_piece(first, std::min(first + l_.grain, panels), std::min(next, panels - 1));
+        int64_t panels = l_.panels(), unit = l_.panels_per_line();
+        for (Worker::Range piece = worker.take_share(panels, unit), next; piece.first < panels; piece = next) {
+            next = worker.take_share(panels, unit);  // now, to know whose weights to fetch
+            run_piece(piece.first, piece.last, std::min(next.first, panels - 1));
         }
         finish_rows(kBlock);
     }

@@ -1,8 +1,10 @@
 // What all native ops share: the record that Python fills in, and how one op is run by several threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 
 namespace tandem {
 
@@ -22,7 +24,23 @@ class Worker {
     Worker(int index, int count, std::atomic<int64_t> *next) : index(index), count(count), next_(next) {}
 
     // The next piece of shared work, from 0; pieces go to whoever is free, so results may not depend on who computes.
-    int64_t take(int64_t pieces = 1) { return count == 1 ? alone_(pieces) : next_->fetch_add(pieces); }
+    int64_t take() { return count == 1 ? position_++ : next_->fetch_add(1); }
+
+    struct Range {
+        int64_t first, last;
+    };
+
+    // The next pieces of `total`, in whole `units`: many at first and fewer towards the end, so that a thread has
+    // neighbours to itself and all are done together. Empty, at `total`, when all are taken.
+    Range take_share(int64_t total, int64_t unit) {
+        if (count == 1) return {std::exchange(position_, total), total};
+        int64_t first = next_->load(std::memory_order_relaxed), last;
+        do {
+            int64_t share = std::max<int64_t>(1, (total - first) / (kShares * count * unit));
+            last = std::min(first + share * unit, total);
+        } while (first < total && !next_->compare_exchange_weak(first, last));
+        return {first, last};
+    }
 
     // At least `bytes` of memory, 64-byte aligned, contents undefined; valid until this thread's next call.
     void *scratch(int64_t bytes);
@@ -31,12 +49,8 @@ class Worker {
     const int count;
 
   private:
-    int64_t alone_(int64_t pieces) {
-        int64_t piece = position_;
-        position_ += pieces;
-        return piece;
-    }
-    friend class Step;
+    static constexpr int64_t kShares = 3;  // of what is left, per thread
+
     std::atomic<int64_t> *next_;
     int64_t position_ = 0;
 };

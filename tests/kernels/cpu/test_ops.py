@@ -72,7 +72,7 @@ def test_gate_up_silu(level_ops: CpuOps, shape: tuple[int, int], dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 17, 70])
+@pytest.mark.parametrize("num_rows", [1, 17, 70, 300])
 def test_no_candidate_changes_a_bit(dtype: torch.dtype, num_rows: int) -> None:
     ops = CpuOps()
     packed = ops.pack_linear(random(100, 96, dtype=dtype), None)
@@ -81,11 +81,10 @@ def test_no_candidate_changes_a_bit(dtype: torch.dtype, num_rows: int) -> None:
     expected = ops.linear(x, packed)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        for candidate in linear_candidates(num_rows, num_threads):
+        for candidate in linear_candidates(num_rows):
             out = torch.full_like(expected, float("nan"))
             ops.submit_linear(x, packed, out, candidate)
             assert torch.equal(out, expected), candidate
-    assert len(linear_candidates(num_rows, 1)) < len(linear_candidates(num_rows, 2))
 
 
 @pytest.mark.parametrize("width", [1, 16, 40, 100, 576])
