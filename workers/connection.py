@@ -71,7 +71,7 @@ class Connection:
             raise WorkerUnavailable("the connection has ended") from error
         try:
             return protocol.decode(body)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"malformed message: {error}") from error
 
     async def receive_expected(self, kind: type[ExpectedMessage]) -> ExpectedMessage:

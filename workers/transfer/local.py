@@ -69,7 +69,7 @@ class LocalTransfer:
     def _find(self, peer: bytes) -> KVPoolMemory:
         try:
             pool_id = msgspec.msgpack.decode(peer, type=_Description).pool_id
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except msgspec.DecodeError as error:
             raise refused("not the description of a local pool") from error
         source = self._pools.by_id.get(pool_id)
         if source is None:

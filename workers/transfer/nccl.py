@@ -164,6 +164,8 @@ class _Link:
             staged = self._blocks.new_empty((len(piece), self._blocks.shape[1]))
             group.receive(staged, deadline)
             self._blocks.index_copy_(0, torch.tensor(piece, device=self._blocks.device), staged)
+        if self._blocks.is_cuda:  # digests are read on another stream
+            torch.cuda.current_stream(self._blocks.device).synchronize()
 
     def _drop(self) -> None:
         if self._channel is not None:
@@ -300,7 +302,7 @@ def _gloo_group(store: SharedStore, rank: int, host: str, timeout_s: float) -> d
 def _decode(peer: bytes) -> _Description:
     try:
         source = msgspec.msgpack.decode(peer, type=_Description)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except msgspec.DecodeError as error:
         raise refused("not the description of an NCCL worker") from error
     if not (0 < source.port < 1 << 16 and source.block_bytes > 0 and 0 <= source.num_blocks < 1 << 40):
         raise refused("the peer's description makes no sense")

@@ -75,7 +75,7 @@ class Channel:
             raise ConnectionError(f"frame of {length} bytes, the limit is {_MAX_FRAME_BYTES}")
         try:
             return _decoder.decode(self._receive_exactly(length, deadline))
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except msgspec.DecodeError as error:
             raise ConnectionError("malformed frame") from error
 
     def is_open(self) -> bool:
