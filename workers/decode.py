@@ -162,7 +162,8 @@ class DecodeWorker:
                 self._fail(active, output.error, retryable=output.is_retryable, code=code)
             elif output.answers:
                 self._start(active)
-                chunks[active.connection] += [_whole_chunk(active, answer) for answer in output.answers]
+                answers = tuple(_whole_chunk(active, answer) for answer in output.answers)
+                active.connection.post(Tokens(chunks=answers))  # alone: their logprobs may fill a frame
                 self._forget(active)
             elif output.token is not None:
                 self._start(active)

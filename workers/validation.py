@@ -14,8 +14,8 @@ from tandem.workers.types import Choice, Request, Retention, SamplingParams
 MAX_BEAM_WIDTH = 64
 MAX_CANDIDATES = 4096
 """That one beam may be asked for."""
-MAX_PROMPT_LOGPROBS = 1_000_000
-"""Of one prompt, alternatives included. They travel in one frame, at 14 bytes each."""
+MAX_LOGPROBS_AT_ONCE = 1_000_000
+"""Of a prompt, or of all answers of a beam search, alternatives included: one frame carries them, at 14 bytes each."""
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", lambda value: value >= 1, "must be at least 1"),
@@ -67,7 +67,7 @@ def validate_request(
     if request.sampling.beam_width is not None:
         _validate_beams(request, request.sampling.beam_width, num_blocks, block_size, max_running)
     num_top = request.sampling.num_prompt_logprobs
-    if num_top is not None and num_prompt * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+    if num_top is not None and num_prompt * (num_top + 1) > MAX_LOGPROBS_AT_ONCE:
         raise RequestError(
             f"a prompt of {num_prompt} tokens is too long for {num_top} logprobs of each", param="prompt_logprobs"
         )
@@ -111,6 +111,9 @@ def _validate_beams(request: Request, width: int, num_blocks: int, block_size: i
         raise RequestError("too many beams for so many stop tokens", param="beam_width")
     num_tokens = len(request.prompt_token_ids) + params.max_tokens
     if width * -(-num_tokens // block_size) > num_blocks // 2:  # the other half: a beam that comes back wants some free
+    num_told = len(request.choices) * params.max_tokens * ((params.num_logprobs or 0) + 1)
+    if params.num_logprobs is not None and num_told > MAX_LOGPROBS_AT_ONCE:
+        raise RequestError("a beam search tells all at once: too many answers, tokens and logprobs", param="logprobs")
         limit = num_blocks // 2 * block_size
         what = f"{width} beams of {num_tokens} tokens each, in whole blocks of {block_size},"
         raise _too_long(what, limit, "half of this worker's KV cache")

@@ -123,6 +123,7 @@ async def test_a_search_that_is_cancelled_leaves_nothing(bench: Any, make_reques
         ({"beam_width": 2, "presence_penalty": 1.0}, "beam_width"),
         ({"beam_width": 2, "repetition_penalty": 1.1}, "repetition_penalty"),
         ({"beam_width": 8, "max_tokens": 900}, "max_tokens"),
+        ({"beam_width": 2, "choices": 2, "max_tokens": 300, "num_logprobs": 2000}, "logprobs"),  # no frame is so large
         ({"beam_width": 8, "max_tokens": 480}, "max_tokens"),  # 32 blocks each, half of 504 in all
     ],
 )
