@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tandem.cluster.model_cache import Progress, cache_folder, ignore_progress
-from tandem.cluster.model_source import DtypeChoice, resolve_model
+from tandem.cluster.model_source import DtypeChoice, ResolvedModel, resolve_model
 from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.detokenizer import Detokenizer
 from tandem.router.tokenizer import Tokenizer
@@ -41,8 +41,38 @@ def generate(
     """
     resolved = resolve_model(model, dtype=dtype, progress=progress)
     tokenizer = Tokenizer(resolved.folder)
-    threads = num_threads or torch.get_num_threads()
-    torch.set_num_threads(threads)
+    progress("loading weights", None, None)
+    engine = _load(resolved, num_threads or torch.get_num_threads())
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=temperature,
+        top_p=top_p,
+        stop_token_ids=resolved.config.eos_token_ids,
+    )
+    detokenizers: dict[str, Detokenizer] = {}
+    for index, prompt in enumerate(prompts):
+        token_ids = tuple(tokenizer.encode(prompt, add_special_tokens=True))
+        request = Request(request_id=str(index), prompt_token_ids=token_ids, sampling=sampling)
+        try:
+            engine.add(request)
+        except RequestError as error:
+            raise UserError(f"prompt {index + 1}: {error}") from error
+        detokenizers[request.request_id] = tokenizer.detokenizer(token_ids)
+    answers = dict.fromkeys(detokenizers, "")
+    while not engine.is_idle:
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            if output.token is not None:
+                request_id = output.sequence.request_id
+                answers[request_id] += detokenizers[request_id].push(output.token.token_id)
+    return [text + detokenizers[request_id].finish() for request_id, text in answers.items()]
+
+
+def _load(resolved: ResolvedModel, num_threads: int) -> Engine:
+    """An engine of its own, as a worker loads it."""
+    torch.set_num_threads(num_threads)
     blocks = num_blocks_for(KV_MEMORY_BYTES, resolved.config, BLOCK_SIZE, getattr(torch, resolved.dtype))
     config = WorkerConfig(
         model_path=resolved.folder,
@@ -53,37 +83,10 @@ def generate(
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=KV_MEMORY_BYTES,
         max_model_len=min(MAX_CONTEXT, resolved.config.max_position_embeddings, blocks * BLOCK_SIZE),
-        num_threads=threads,
+        num_threads=num_threads,
         tuning_file=cache_folder() / TUNING_FILE,
     )
-    progress("loading weights", None, None)
     model_config, kv_cache, runner = load_runner(config)
     identity = identity_of(config, runner.ops, kv_cache)
     vocab_size, overlaps = model_config.vocab_size, runner.can_overlap
-    engine = Engine(runner, config, kv_cache.num_blocks, identity, vocab_size=vocab_size, overlaps=overlaps)
-    detokenizers: dict[str, Detokenizer] = {}
-    answers: dict[str, str] = {}
-    for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            temperature=temperature,
-            top_p=top_p,
-            stop_token_ids=model_config.eos_token_ids,
-        )
-        token_ids = tuple(tokenizer.encode(prompt, add_special_tokens=True))
-        request = Request(request_id=str(index), prompt_token_ids=token_ids, sampling=sampling)
-        try:
-            engine.add(request)
-        except RequestError as error:
-            raise UserError(f"prompt {index + 1}: {error}") from error
-        detokenizers[request.request_id] = tokenizer.detokenizer(token_ids)
-        answers[request.request_id] = ""
-    while not engine.is_idle:
-        for output in engine.step():
-            if output.error is not None:
-                raise RuntimeError(output.error)
-            if output.token is not None:
-                request_id = output.sequence.request_id
-                answers[request_id] += detokenizers[request_id].push(output.token.token_id)
-    return [text + detokenizers[request_id].finish() for request_id, text in answers.items()]
+    return Engine(runner, config, kv_cache.num_blocks, identity, vocab_size=vocab_size, overlaps=overlaps)
