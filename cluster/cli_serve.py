@@ -33,6 +33,7 @@ that over the file; `tandem config --print` shows what comes out.
 
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 TransferChoice = Literal["nixl", "nccl"]
+CpuLevelChoice = Literal["auto", "amx_bf16", "avx512_bf16", "avx512", "avx2", "plain"]
 
 POOLS = "Workers"
 CHAT = "Chat"
@@ -119,6 +120,14 @@ def serve(
     transfer: Annotated[TransferChoice, typer.Option(help="How KV travels.", rich_help_panel=ENGINE)] = "nixl",
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where workers compute.", rich_help_panel=ENGINE)
+    ] = "auto",
+    cpu_level: Annotated[
+        CpuLevelChoice,
+        typer.Option(
+            help="Instruction set of the kernels on CPUs. Machines of different kinds compute the same tokens at the "
+            "lowest one that all have. auto: the best of each machine.",
+            rich_help_panel=ENGINE,
+        ),
     ] = "auto",
     dtype: Annotated[DtypeChoice, typer.Option(help="Of weights and KV.", rich_help_panel=ENGINE)] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=ENGINE)] = 32,

@@ -19,10 +19,11 @@ from tandem.cluster.network import check_worker_host, port_range
 from tandem.router.index.client import check_redis_url
 from tandem.router.parsers.select import CallParserChoice, ReasoningParserChoice
 from tandem.router.policy import PolicyName
-from tandem.workers.config import TransferName
+from tandem.workers.config import CpuLevel, TransferName
 from tandem.workers.errors import UserError
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+CpuLevelChoice = Literal["auto", CpuLevel]
 Placement = Literal["pack", "spread", "strict-pack", "strict-spread"]
 LogFormat = Literal["text", "json"]
 MetricsCompat = Literal["none", "vllm"]
@@ -50,6 +51,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     redis_url: str | None = None
     transfer: TransferName = "nixl"
     device: DeviceChoice = "auto"
+    cpu_level: CpuLevelChoice = "auto"
     dtype: DtypeChoice = "auto"
     block_size: int = 32
     max_model_len: int | None = None

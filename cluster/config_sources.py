@@ -21,8 +21,7 @@ from tandem.workers.errors import UserError
 
 ENVIRONMENT_PREFIX = "TANDEM_"
 OTHER_VARIABLES = frozenset(
-    f"TANDEM_{name}"
-    for name in ("CONFIG", "CLUSTER_URL", "CACHE_DIR", "DATA_DIR", "CXX", "CPU_LEVEL", "BENCH_STARTED_AGAIN")
+    f"TANDEM_{name}" for name in ("CONFIG", "CLUSTER_URL", "CACHE_DIR", "DATA_DIR", "CXX", "BENCH_STARTED_AGAIN")
 )
 """Read elsewhere, so neither settings nor mistakes."""
 SECRETS = frozenset({"api_key", "cluster_key"})

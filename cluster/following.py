@@ -31,6 +31,8 @@ class Listed(msgspec.Struct, frozen=True):
     role: Role
     epoch: int
     address: str
+    state: str = "ready"
+    """As the launcher sees it."""
 
     def worker_address(self) -> WorkerAddress:
         host, _, port = self.address.rpartition(":")
@@ -48,10 +50,10 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, gateway: Gateway) -> ClusterAnswer:
         """The same of a live set of ours."""
-        workers = [link.address for link in gateway.workers.links()]
-        listed = [Listed(at.worker_id, at.role, at.epoch, f"{at.host}:{at.port}") for at in workers]
+        workers = [(link.address, link.state) for link in gateway.workers.links()]
+        listed = [Listed(at.worker_id, at.role, at.epoch, f"{at.host}:{at.port}", state) for at, state in workers]
         config = gateway.config
-        return cls(config.model_name, config.max_model_len, tuple(listed), tuple(gateway.degraded()))
+        return cls(config.model_name, config.max_model_len, tuple(listed), tuple(gateway.shortcomings()))
 
 
 class LauncherSight:
@@ -102,8 +104,8 @@ async def follow(
 
 
 def apply_list(workers: WorkerSet, listed: tuple[Listed, ...]) -> None:
-    """Add who is new, remove who is gone or has moved."""
-    wanted = {worker.id: worker.worker_address() for worker in listed}
+    """Add who is new, remove who is gone or has moved, or is refused there: all gateways take the same workers."""
+    wanted = {worker.id: worker.worker_address() for worker in listed if worker.state != "refused"}
     for link in workers.links():
         if wanted.get(link.worker_id) != link.address:
             workers.remove(link.worker_id, link.address.epoch)

@@ -81,6 +81,8 @@ def resolve(
             f"--kv-cache-memory-bytes {kv_bytes} for {total_workers} workers exceeds this machine's memory of "
             f"{machine_bytes} bytes"
         )
+    if device != "cpu" and config.cpu_level != "auto":
+        raise UserError(f"--cpu-level {config.cpu_level} is for CPUs, but workers compute on {device}: see --device")
     _check_tiers(config, model, 0 if device == "cuda" else kv_bytes, machine_bytes)
     return ResolvedConfig(
         cluster=config,
@@ -204,6 +206,7 @@ def _worker_config(
         host=cluster.worker_host or LOOPBACK,
         port=port,
         device=resolved.device,
+        cpu_level=None if cluster.cpu_level == "auto" else cluster.cpu_level,
         dtype=resolved.dtype,
         block_size=cluster.block_size,
         max_model_len=resolved.max_model_len,

@@ -12,7 +12,7 @@ from rich.table import Table
 from tandem.workers.errors import UserError
 
 MIN_WIDTH = 120
-STATES = {"ready": "green", "connecting": "yellow", "lost": "red"}
+STATES = {"ready": "green", "connecting": "yellow", "refused": "red", "lost": "red"}
 
 
 def show_status(url: str, *, as_json: bool) -> None:

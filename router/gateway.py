@@ -38,6 +38,7 @@ from tandem.router.responses.store import ResponseStore
 from tandem.router.routes import public_routes
 from tandem.router.tokenizer import Tokenizer
 from tandem.router.workers import WorkerSet
+from tandem.workers.errors import UserError
 from tandem.workers.native_keys import chain_of_keys
 from tandem.workers.pooling import read_pooling
 from tandem.workers.types import WorkerSnapshot
@@ -106,8 +107,11 @@ class Gateway:
         )
 
     async def wait_ready(self) -> None:
-        """Until every worker that the cluster was started with is alive and paired."""
+        """Until every worker that the cluster was started with is alive and paired. Raises `UserError` if some compute
+        something else than the others."""
         while not health.is_complete(self.config, self.workers):
+            if refusals := health.refusals(self.workers):
+                raise UserError(refusals[0])
             await self.workers.wait_changed()
 
     def watch_control_plane(self, missing: Callable[[], list[str]]) -> None:
@@ -128,6 +132,10 @@ class Gateway:
         await self._responses.stop()
         if self.index is not None:
             await self.index.stop()
+
+    def shortcomings(self) -> list[str]:
+        """What is not as it should be although requests are served."""
+        return [*self.degraded(), *health.refusals(self.workers)]
 
     def _open_house(self) -> House:
         if self._house is None:
@@ -159,7 +167,7 @@ class Gateway:
         @app.get("/cluster")
         async def cluster() -> Response:
             described = health.describe_cluster(self.config, self.workers, redis_up=self.is_index_up)
-            return JSONResponse(described | {"degraded": self.degraded()})
+            return JSONResponse(described | {"degraded": self.shortcomings()})
 
         @app.get("/trace/{request_id}")
         async def trace(request_id: str) -> Response:
@@ -189,7 +197,7 @@ class Gateway:
                 reasons.append("the tokenizer is being loaded")
             if reasons:
                 return JSONResponse({"status": "not ready", "reasons": reasons}, 503)
-            if degraded := self.degraded():  # 200: requests are served, and a balancer must not turn them away
+            if degraded := self.shortcomings():  # 200: requests are served, and a balancer must not turn them away
                 return JSONResponse({"status": "degraded", "reasons": degraded})
             return JSONResponse({"status": "ready"})
 

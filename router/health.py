@@ -36,12 +36,19 @@ def missing_parts(config: GatewayConfig, workers: WorkerSet, *, is_draining: boo
     return missing
 
 
+    if missing:
+        missing += refusals(workers)
 def refused_pairs(links: Sequence[WorkerLink]) -> list[str]:
     return [
         f"{link.worker_id} cannot take KV from {prefill}: {paired.error}"
         for link in links
         for prefill, paired in link.pairs.items()
         if paired.error is not None
+def refusals(workers: WorkerSet) -> list[str]:
+    """One sentence per worker that is alive and must not serve beside the others."""
+    return [f"{link.worker_id} gets no requests: {link.refusal}" for link in workers.links() if link.refusal]
+
+
     ]
 
 
@@ -81,6 +88,7 @@ def _describe(link: WorkerLink) -> dict[str, Any]:
         "waiting": 0 if snapshot is None else snapshot.num_waiting,
         "pairs": [
             {
+        "numerics": None if link.identity is None else link.identity.numerics,
                 "prefill": prefill,
                 "error": paired.error,
                 "transport": paired.transport,

@@ -18,12 +18,14 @@ from tandem.router.roster import Roster
 from tandem.workers import protocol
 from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import ProtocolError, WorkerUnavailable
+from tandem.workers.identity import difference
 from tandem.workers.protocol import Embedded, Failed, Message, NeedPrefill, Pair, Paired, Ping, Pong, Started, Tokens
 from tandem.workers.types import ModelIdentity, TokenChunk, WorkerAddress, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
 
-State = Literal["connecting", "ready", "lost"]
+State = Literal["connecting", "ready", "refused", "lost"]
+"""refused: alive, and given nothing to do, because it computes something else than those that are ready."""
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
 TELL_AFTER_RETRIES = 10
@@ -50,6 +52,8 @@ class WorkerLink:
         self.identity: ModelIdentity | None = None
         self.account = WorkerAccount(address, live_set.fleet, live_set.on_change)
         self.pairs: dict[str, Paired] = {}
+        self.refusal: str | None = None
+        """Why it is refused."""
         """What a decode worker said of its pairing with each prefill worker, by that worker's id."""
         self._live_set = live_set
         self._connection: Connection | None = None
@@ -199,13 +203,25 @@ class WorkerLink:
         self.snapshot = snapshot
         self.account.take_snapshot(snapshot)
         self._live_set.on_snapshot(snapshot)
-        if self.state != "ready":
-            self.state = "ready"
+        if self.state == "ready":
+            return
+        if (reason := self._live_set.reason_to_refuse(self)) is not None:
+            self.refuse(reason)
+        else:
+            self.state, self.refusal = "ready", None
             self._live_set.on_ready(self)
 
     def _lose(self) -> None:
         """Everything that ends with the connection. Requests hear of it last, after all that the worker has said."""
-        was_ready, self.state = self.state == "ready", "lost"
+    def refuse(self, reason: str) -> None:
+        """Give it nothing to do. Its next snapshots ask again: the others may be gone by then."""
+        if self.state == "refused":
+            return
+        logger.error("worker %s gets no requests, since it would write other tokens: %s", self.worker_id, reason)
+        self.state, self.refusal = "refused", reason
+        self._live_set.on_lost(self)  # for everybody else it is
+
+        was_ready, self.state, self.refusal = self.state == "ready", "lost", None
         if self._connection is not None:
             self._connection.abort()
             self._connection = None
@@ -309,13 +325,17 @@ class WorkerSet:
         return link if link is not None and link.state == "ready" else None
 
     def identity(self) -> ModelIdentity | None:
-        """The model, as a live worker describes it. Prefers one that decodes."""
-        ready = self.ready()
-        link = next((link for link in ready if link.can_decode), ready[0] if ready else None)
+        """The model, as the live workers describe it."""
+        link = self._spokesman()
         return None if link is None else link.identity
 
     async def wait_changed(self) -> None:
         """Until some worker becomes ready, is lost, or is paired."""
+    def _spokesman(self) -> WorkerLink | None:
+        """One of those that are ready; of those that decode, if there is one."""
+        ready = self.ready()
+        return next((link for link in ready if link.can_decode), ready[0] if ready else None)
+
         await self._changed.wait()
 
     # What links report
@@ -325,8 +345,16 @@ class WorkerSet:
 
     def on_ready(self, link: WorkerLink) -> None:
         self._forget_ready()
+    def reason_to_refuse(self, link: WorkerLink) -> str | None:
+        """None: it computes what those that are ready compute, or none of them decodes, which it does."""
+        one = self._spokesman()
+        return None if one is None or (link.can_decode and not one.can_decode) else _difference(one, link)
+
         logger.info("worker %s epoch %d is ready", link.worker_id, link.address.epoch)
         if link.address.role == "prefill":
+        for other in self.ready():  # all that are ready compute the same: who decodes now decides
+            if (reason := _difference(link, other)) is not None:
+                other.refuse(reason)
             for decode in self.ready():
                 if decode.address.role == "decode":
                     decode.set_pair(link.worker_id, None)  # what is known is about an earlier incarnation
@@ -365,3 +393,9 @@ class WorkerSet:
         task = asyncio.create_task(link.stop())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+
+def _difference(one: WorkerLink, other: WorkerLink) -> str | None:
+    assert one.identity is not None, "it has introduced itself"
+    assert other.identity is not None, "it has introduced itself"
+    return difference(one.identity, other.identity)

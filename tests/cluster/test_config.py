@@ -186,6 +186,16 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert resolve_module.resolve_device("cpu") == "cpu"
 
 
+def test_a_level_of_the_cpu_is_for_all_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    configs = worker_configs(resolved(cpu_level="avx2", decode=2), b"key")
+    assert {worker.cpu_level for worker in configs} == {"avx2"}
+    assert {worker.cpu_level for worker in worker_configs(resolved(), b"key")} == {None}
+    monkeypatch.setattr(resolve_module, "CUDA_DEVICE_FILES", (str(tmp_path),))
+    with pytest.raises(UserError, match="--cpu-level avx2 is for CPUs, but workers compute on cuda: see --device"):
+        resolved(cpu_level="avx2")
+    assert resolved(cpu_level="avx2", device="cpu").device == "cpu"
+
+
 def test_the_gateway_knows_what_to_wait_for() -> None:
     gateway = gateway_config(resolved(prefill=2, api_key=("k",)), b"key", redis_url=None, namespace="n")
     assert (gateway.num_prefill, gateway.num_decode, gateway.num_aggregated) == (2, 1, 0)

@@ -45,6 +45,15 @@ async def test_the_list_is_followed(workers: WorkerSet) -> None:
     assert state(workers) == [("decode-0", 2, 1), ("decode-2", 1, 1)]
 
 
+async def test_a_worker_that_the_launcher_refuses_is_none_of_ours(workers: WorkerSet) -> None:
+    """Otherwise this gateway might take the other half of a mixed cluster."""
+    stranger = msgspec.structs.replace(listed("decode-1", 1), state="refused")
+    apply_list(workers, (listed("decode-0", 1), stranger))
+    assert state(workers) == [("decode-0", 1, 1)]
+    apply_list(workers, (msgspec.structs.replace(listed("decode-0", 1), state="refused"), listed("decode-1", 1)))
+    assert state(workers) == [("decode-1", 1, 1)]
+
+
 async def test_a_launcher_that_begins_anew_is_believed(workers: WorkerSet) -> None:
     apply_list(workers, (listed("decode-0", 5),))
     apply_list(workers, (listed("decode-0", 0, port=2),))
@@ -105,9 +114,8 @@ async def test_what_the_launcher_shows_is_what_gateways_read(workers: WorkerSet)
     shown = health.describe_cluster(config, workers, redis_up=True)
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=shown))
     async with httpx.AsyncClient(transport=transport, base_url="http://launcher") as client:
-        assert await fetch(client) == ClusterAnswer(
-            model="m", max_model_len=8, workers=(listed("decode-0", 7, port=7400),)
-        )
+        told = msgspec.structs.replace(listed("decode-0", 7, port=7400), state="connecting")
+        assert await fetch(client) == ClusterAnswer(model="m", max_model_len=8, workers=(told,))
 
 
 def test_a_gateway_needs_the_launchers_key() -> None:
