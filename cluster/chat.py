@@ -77,20 +77,22 @@ def _require_success(answer: httpx.Response) -> None:
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[str]:
-    """Text deltas of a stream of server-sent events. Raises `TandemError` on an error event or an early end."""
+    """Text deltas of a stream of server-sent events. Raises `TandemError` on an error event, an early end, and what is
+    no event of a chat."""
     for line in lines:
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
-        event = json.loads(data)
-        if "error" in event:
-            raise TandemError(f"the server gave up: {event['error'].get('message')}")
-        for choice in event["choices"]:
-            text = choice["delta"].get("content")
-            if text:
-                yield text
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                raise TandemError(f"the server gave up: {event['error'].get('message')}")
+            texts = [choice["delta"].get("content") for choice in event["choices"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TandemError("the server sent what is no part of a chat") from error
+        yield from filter(None, texts)
     raise TandemError("the stream ended before the answer was complete")
 
 
