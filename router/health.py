@@ -30,25 +30,25 @@ def missing_parts(config: GatewayConfig, workers: WorkerSet, *, is_draining: boo
     ]
     if not missing and not can_serve(workers):
         missing.append("no worker that decodes is alive")
+    if missing:
+        missing += refusals(workers)
     missing += refused_pairs(ready)
     if is_draining:
         missing.append("the gateway is draining")
     return missing
 
 
-    if missing:
-        missing += refusals(workers)
+def refusals(workers: WorkerSet) -> list[str]:
+    """One sentence per worker that is alive and must not serve beside the others."""
+    return [f"{link.worker_id} gets no requests: {link.refusal}" for link in workers.links() if link.refusal]
+
+
 def refused_pairs(links: Sequence[WorkerLink]) -> list[str]:
     return [
         f"{link.worker_id} cannot take KV from {prefill}: {paired.error}"
         for link in links
         for prefill, paired in link.pairs.items()
         if paired.error is not None
-def refusals(workers: WorkerSet) -> list[str]:
-    """One sentence per worker that is alive and must not serve beside the others."""
-    return [f"{link.worker_id} gets no requests: {link.refusal}" for link in workers.links() if link.refusal]
-
-
     ]
 
 
@@ -82,13 +82,13 @@ def _describe(link: WorkerLink) -> dict[str, Any]:
         "pid": None if snapshot is None else snapshot.pid,
         "epoch": link.address.epoch,
         "state": link.state,
+        "numerics": None if link.identity is None else link.identity.numerics,
         "address": f"{link.address.host}:{link.address.port}",
         "blocks": {state: 0 if snapshot is None else getattr(snapshot.blocks, state) for state in states},
         "running": 0 if snapshot is None else snapshot.num_running,
         "waiting": 0 if snapshot is None else snapshot.num_waiting,
         "pairs": [
             {
-        "numerics": None if link.identity is None else link.identity.numerics,
                 "prefill": prefill,
                 "error": paired.error,
                 "transport": paired.transport,

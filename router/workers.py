@@ -50,10 +50,10 @@ class WorkerLink:
         self.state: State = "connecting"
         self.snapshot: WorkerSnapshot | None = None
         self.identity: ModelIdentity | None = None
-        self.account = WorkerAccount(address, live_set.fleet, live_set.on_change)
-        self.pairs: dict[str, Paired] = {}
         self.refusal: str | None = None
         """Why it is refused."""
+        self.account = WorkerAccount(address, live_set.fleet, live_set.on_change)
+        self.pairs: dict[str, Paired] = {}
         """What a decode worker said of its pairing with each prefill worker, by that worker's id."""
         self._live_set = live_set
         self._connection: Connection | None = None
@@ -211,8 +211,6 @@ class WorkerLink:
             self.state, self.refusal = "ready", None
             self._live_set.on_ready(self)
 
-    def _lose(self) -> None:
-        """Everything that ends with the connection. Requests hear of it last, after all that the worker has said."""
     def refuse(self, reason: str) -> None:
         """Give it nothing to do. Its next snapshots ask again: the others may be gone by then."""
         if self.state == "refused":
@@ -221,6 +219,8 @@ class WorkerLink:
         self.state, self.refusal = "refused", reason
         self._live_set.on_lost(self)  # for everybody else it is
 
+    def _lose(self) -> None:
+        """Everything that ends with the connection. Requests hear of it last, after all that the worker has said."""
         was_ready, self.state, self.refusal = self.state == "ready", "lost", None
         if self._connection is not None:
             self._connection.abort()
@@ -329,13 +329,13 @@ class WorkerSet:
         link = self._spokesman()
         return None if link is None else link.identity
 
-    async def wait_changed(self) -> None:
-        """Until some worker becomes ready, is lost, or is paired."""
     def _spokesman(self) -> WorkerLink | None:
         """One of those that are ready; of those that decode, if there is one."""
         ready = self.ready()
         return next((link for link in ready if link.can_decode), ready[0] if ready else None)
 
+    async def wait_changed(self) -> None:
+        """Until some worker becomes ready, is lost, or is paired."""
         await self._changed.wait()
 
     # What links report
@@ -343,18 +343,18 @@ class WorkerSet:
     def on_change(self, account: WorkerAccount) -> None:
         self._changed_accounts.append(account)
 
-    def on_ready(self, link: WorkerLink) -> None:
-        self._forget_ready()
     def reason_to_refuse(self, link: WorkerLink) -> str | None:
         """None: it computes what those that are ready compute, or none of them decodes, which it does."""
         one = self._spokesman()
         return None if one is None or (link.can_decode and not one.can_decode) else _difference(one, link)
 
-        logger.info("worker %s epoch %d is ready", link.worker_id, link.address.epoch)
-        if link.address.role == "prefill":
+    def on_ready(self, link: WorkerLink) -> None:
+        self._forget_ready()
         for other in self.ready():  # all that are ready compute the same: who decodes now decides
             if (reason := _difference(link, other)) is not None:
                 other.refuse(reason)
+        logger.info("worker %s epoch %d is ready", link.worker_id, link.address.epoch)
+        if link.address.role == "prefill":
             for decode in self.ready():
                 if decode.address.role == "decode":
                     decode.set_pair(link.worker_id, None)  # what is known is about an earlier incarnation

@@ -115,6 +115,8 @@ class ModelIdentity(Record, frozen=True, kw_only=True):
     revision: str
     """Digest of the weights' files (names, sizes, and the header or content digest), hex."""
     dtype: str
+    numerics: str
+    """Backend, hardware and version of all that computes (identity.py): with another one, any bit may differ."""
     layout_version: int
     block_size: int
     block_bytes: int
@@ -122,8 +124,6 @@ class ModelIdentity(Record, frozen=True, kw_only=True):
 
 
 class WorkerAddress(Record, frozen=True, kw_only=True):
-    numerics: str
-    """Backend, hardware and version of all that computes (identity.py): with another one, any bit may differ."""
     """Where one incarnation of a worker listens. A restarted worker has the same id and a higher epoch."""
 
     worker_id: str
