@@ -25,6 +25,8 @@ OTHER_VARIABLES = frozenset(
 )
 """Read elsewhere, so neither settings nor mistakes."""
 SECRETS = frozenset({"api_key", "cluster_key"})
+URLS = frozenset({"redis_url", "otlp_endpoint"})
+"""They may hold a password, which is not shown."""
 HIDDEN = "(set, not shown)"
 
 
@@ -65,12 +67,13 @@ def shown(field: str, value: Any) -> str:
     """A value for people. What grants access is not shown."""
     if field in SECRETS and value:
         return HIDDEN
-    if field == "redis_url" and value:
+    if field in URLS and value:
         return without_password(str(value))
     return msgspec.json.encode(value).decode()
 
 
 def without_password(url: str) -> str:
+    """The same with `***` in its place."""
     parts = urlsplit(re.sub(r"(password=)[^&]*", r"\1***", url))
     if "@" not in parts.netloc:
         return urlunsplit(parts)

@@ -125,6 +125,7 @@ def test_secrets_are_never_shown() -> None:
     )
     assert "secret" not in shown
     assert "redis://u:***@h:1/0" in shown
+    assert "http://t:***@h:4318" in str(load({"otlp_endpoint": "http://t:secret@h:4318"}))
     url = "redis+sentinel://u:secret@h:1,i:2/main?sentinel_password=secret&sentinel_username=s"
     shown = str(load(TANDEM_REDIS_URL=url))
     assert "secret" not in shown
