@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -91,81 +91,91 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, rule: str) -> None:
-            if not ok:
-                raise UserError(f"{flag(field)} {rule}, but is {getattr(self, field)!r}")
+        self._require(bool(self.model), "model", "must not be empty")
+        self._check_ports()
+        self._check_engine()
+        self._check_tiers()
+        self._check_requests()
+        self._check_machines()
+        self._check_operation()
+        self._check_workers()
 
-        require(bool(self.model), "model", "must not be empty")
-        require(bool(self.host), "host", "must not be empty")
-        for field in ("prefill", "decode", "aggregated"):
-            require((getattr(self, field) or 0) >= 0, field, "must not be negative")
+    def _require(self, ok: bool, field: str, rule: str) -> None:
+        if not ok:
+            raise UserError(f"{flag(field)} {rule}, but is {getattr(self, field)!r}")
+
+    def _check_ports(self) -> None:
+        for field in ("host", "admin_host"):
+            self._require(bool(getattr(self, field)), field, "must not be empty")
         for field in ("port", "admin_port"):
-            require(0 <= getattr(self, field) <= 65535, field, "must be between 0 (any free port) and 65535")
-        require(self.port == 0 or self.port != self.admin_port, "admin_port", "must differ from --port")
-        size = self.block_size
-        require(2 <= size <= 1024 and size & (size - 1) == 0, "block_size", "must be a power of two from 2 to 1024")
-        require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "must be at least 2")
-        require(self.max_num_seqs >= 1, "max_num_seqs", "must be at least 1")
-        require(
+            self._require(0 <= getattr(self, field) <= 65535, field, "must be between 0 (any free port) and 65535")
+        self._require(self.port == 0 or self.port != self.admin_port, "admin_port", "must differ from --port")
+        self._require(1 <= self.gateways <= MAX_GATEWAYS, "gateways", f"must be from 1 to {MAX_GATEWAYS}")
+        if self.redis_url is not None:
+            check_redis_url(self.redis_url, flag("redis_url"))
+
+    def _check_engine(self) -> None:
+        size, length, memory = self.block_size, self.max_model_len, self.kv_cache_memory_bytes
+        is_power_of_two = size & (size - 1) == 0
+        self._require(2 <= size <= 1024 and is_power_of_two, "block_size", "must be a power of two from 2 to 1024")
+        self._require(length is None or length >= 2, "max_model_len", "must be at least 2")
+        self._require(self.max_num_seqs >= 1, "max_num_seqs", "must be at least 1")
+        self._require(
             self.max_num_batched_tokens >= size and self.max_num_batched_tokens % size == 0,
             "max_num_batched_tokens",
             f"must be a positive multiple of --block-size ({size})",
         )
-        memory = self.kv_cache_memory_bytes
-        require(memory is None or memory > 0, "kv_cache_memory_bytes", "must be positive")
-        require(0 <= self.tuning_deadline <= 3600, "tuning_deadline", "must be from 0 to 3600 seconds")
-        if self.redis_url is not None:
-            check_redis_url(self.redis_url, flag("redis_url"))
-        if not all(self.api_key):  # the value itself is never repeated: it is a secret
-            raise UserError("--api-key must not be empty")
-        keys_in(self.api_key_file)
-        template = self.chat_template
-        require(template is None or Path(template).expanduser().is_file(), "chat_template", "must be a file")
-        for field in ("slo_ttft", "slo_itl"):
-            limit = getattr(self, field)
-            require(limit is None or 0 < limit < float("inf"), field, "must be a positive number of seconds")
-        require(self.max_queue >= 0, "max_queue", "must not be negative")
-        require(self.max_in_flight >= 1, "max_in_flight", "must be at least 1")
-        is_time = 0 < self.slow_reader_timeout < float("inf")
-        require(is_time, "slow_reader_timeout", "must be a positive number of seconds")
-        self._require_tiers(require)
-        self._require_network(require)
-        self._require_workers()
+        self._require(memory is None or memory > 0, "kv_cache_memory_bytes", "must be positive")
+        self._require(0 <= self.tuning_deadline <= 3600, "tuning_deadline", "must be from 0 to 3600 seconds")
 
-    def _require_tiers(self, require: Callable[[bool, str, str], None]) -> None:
-        require(self.kv_host_memory_bytes >= 0, "kv_host_memory_bytes", "must not be negative")
-        require(self.kv_disk_bytes is None or self.kv_disk_bytes > 0, "kv_disk_bytes", "must be positive")
-        require(self.kv_disk_path != "", "kv_disk_path", "must not be empty")
+    def _check_tiers(self) -> None:
+        self._require(self.kv_host_memory_bytes >= 0, "kv_host_memory_bytes", "must not be negative")
+        self._require(self.kv_disk_bytes is None or self.kv_disk_bytes > 0, "kv_disk_bytes", "must be positive")
+        self._require(self.kv_disk_path != "", "kv_disk_path", "must not be empty")
         if self.kv_disk_path is not None and self.kv_disk_bytes is None:
             raise UserError("--kv-disk-path needs --kv-disk-bytes: how much of it each worker may take")
         if self.kv_disk_bytes is not None and self.kv_disk_path is None:
             raise UserError("--kv-disk-bytes needs --kv-disk-path: a folder to keep KV in")
 
-    def _require_network(self, require: Callable[[bool, str, str], None]) -> None:
-        require(bool(self.admin_host), "admin_host", "must not be empty")
-        require(1 <= self.gateways <= MAX_GATEWAYS, "gateways", f"must be from 1 to {MAX_GATEWAYS}")
+    def _check_requests(self) -> None:
+        """Who may ask, how chats are read, and how much is let in."""
+        if not all(self.api_key):  # the value itself is never repeated: it is a secret
+            raise UserError("--api-key must not be empty")
+        keys_in(self.api_key_file)
+        template = self.chat_template
+        self._require(template is None or Path(template).expanduser().is_file(), "chat_template", "must be a file")
+        for field in ("slo_ttft", "slo_itl", "slow_reader_timeout"):
+            limit = getattr(self, field)
+            self._require(limit is None or 0 < limit < float("inf"), field, "must be a positive number of seconds")
+        self._require(self.max_queue >= 0, "max_queue", "must not be negative")
+        self._require(self.max_in_flight >= 1, "max_in_flight", "must be at least 1")
+
+    def _check_machines(self) -> None:
         if self.worker_host is not None:
             check_worker_host(self.worker_host)
         num_workers = sum(self.most_workers)
-        require(
+        self._require(
             self.worker_ports is None or len(port_range(self.worker_ports, "--worker-ports")) >= num_workers,
             "worker_ports",
             f"must hold a port for each of {num_workers} workers",
         )
         port_range(self.transfer_ports, "--transfer-ports")
-        require(self.worker_threads is None or self.worker_threads >= 1, "worker_threads", "must be at least 1")
+        self._require(self.worker_threads is None or self.worker_threads >= 1, "worker_threads", "must be at least 1")
         for field in ("prefill_resources", "decode_resources", "aggregated_resources"):
             amounts = getattr(self, field).values()
-            require(all(0 < amount < float("inf") for amount in amounts), field, "must be positive amounts")
-        endpoint = self.otlp_endpoint
-        require(
-            endpoint is None or endpoint.startswith(("http://", "https://")), "otlp_endpoint", "must be an http:// URL"
-        )
-        require(0 <= self.drain_timeout <= 3600, "drain_timeout", "must be from 0 to 3600 seconds")
+            self._require(all(0 < amount < float("inf") for amount in amounts), field, "must be positive amounts")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_CLUSTER_KEY_LEN:
             raise UserError(f"--cluster-key must have at least {MIN_CLUSTER_KEY_LEN} characters")  # not shown: a secret
 
-    def _require_workers(self) -> None:
+    def _check_operation(self) -> None:
+        self._require(0 <= self.drain_timeout <= 3600, "drain_timeout", "must be from 0 to 3600 seconds")
+        endpoint = self.otlp_endpoint
+        is_url = endpoint is None or endpoint.startswith(("http://", "https://"))
+        self._require(is_url, "otlp_endpoint", "must be an http:// URL")
+
+    def _check_workers(self) -> None:
+        for field in ("prefill", "decode", "aggregated"):
+            self._require((getattr(self, field) or 0) >= 0, field, "must not be negative")
         prefill, decode, aggregated = self.num_workers
         for field, least in (("prefill_max", prefill), ("decode_max", decode)):
             most = getattr(self, field)
