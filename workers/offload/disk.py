@@ -12,29 +12,20 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.workers.offload.disk_file import DiskError, DiskFile, StoredRecord
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed
-from tandem.workers.offload.records import EvictionOrder, Record, TierEvent, nobody_listens
+from tandem.workers.offload.records import Record, TierEvent, nobody_listens
+from tandem.workers.offload.shelf import Entry, Shelf
 from tandem.workers.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 30.0
 """How long the tier stays off after an error."""
-
-
-@dataclass(slots=True, eq=False)
-class DiskEntry:
-    """A block on disk. While it has readers its slot is not given to another."""
-
-    record: Record
-    slot: int
-    num_readers: int = 0
 
 
 class Destination:
@@ -80,9 +71,7 @@ class DiskTier:
         self._buffer = np.empty(block_bytes, dtype=np.uint8)
         """Of the reading thread."""
         self._file: DiskFile | None = None
-        self._entries: dict[bytes, DiskEntry] = {}
-        self._order = EvictionOrder()
-        self._free = list(reversed(range(num_slots)))
+        self._shelf = Shelf(num_slots)
         self._being_written: set[bytes] = set()
         self._numbers = itertools.count(1)
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
@@ -94,18 +83,18 @@ class DiskTier:
         self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._shelf)
 
     def __contains__(self, key: bytes) -> bool:
         """False while the tier is paused."""
-        return key in self._entries and self.is_on
+        return key in self._shelf and self.is_on
 
     @property
     def is_on(self) -> bool:
         return not self._is_paused and not self._is_closed
 
     def will_hold(self, key: bytes) -> bool:
-        return key in self._entries or key in self._being_written
+        return key in self._shelf or key in self._being_written
 
     async def open(self) -> None:
         """Open the file and find what it holds. Does not raise: a disk that fails is tried again later."""
@@ -120,14 +109,9 @@ class DiskTier:
             return
         self._file = file
         self.path.start_at(bytes_per_s)
-        for found in sorted(stored, key=lambda found: found.written):
-            if found.record.key in self._entries:
-                continue
-            self._entries[found.record.key] = DiskEntry(found.record, found.slot)
-            self._order.add(found.record.key, found.record.priority)
-            self._on_event("stored", found.record.key, "disk")
-        taken = {entry.slot for entry in self._entries.values()}
-        self._free = [slot for slot in self._free if slot not in taken]
+        by_age = sorted(stored, key=lambda found: found.written)
+        for record in self._shelf.adopt((found.record, found.slot) for found in by_age):
+            self._on_event("stored", record.key, "disk")
         self._numbers = itertools.count(1 + max((found.written for found in stored), default=0))
         self._is_paused = False
 
@@ -141,46 +125,44 @@ class DiskTier:
         if self._file is not None:
             self._file.close()
 
-    def find(self, key: bytes, parent_key: bytes | None, token_ids: bytes) -> DiskEntry | None:
-        entry = self._entries.get(key) if self.is_on else None
-        return entry if entry is not None and entry.record.is_of(parent_key, token_ids) else None
+    def find(self, key: bytes, parent_key: bytes | None, token_ids: bytes) -> Entry | None:
+        return self._shelf.find(key, parent_key, token_ids) if self.is_on else None
 
     def touch(self, key: bytes) -> None:
-        self._order.touch(key)
+        self._shelf.touch(key)
 
     async def write(self, record: Record, data: npt.NDArray[np.uint8]) -> bool:
         """Put a block into the best slot. False: it is not held (no slot is free of readers, or the disk fails)."""
         file, slot = self._file, self._take_slot()
         if file is None or slot is None:
             if slot is not None:
-                self._free.append(slot)
+                self._shelf.give_back(slot)
             return False
         self._being_written.add(record.key)
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         try:
             await loop.run_in_executor(self._writer, file.write, slot, record, number, data)
         except OSError as error:
-            self._free.append(slot)
+            self._shelf.give_back(slot)
             self._pause(error)
             return False
         finally:
             self._being_written.discard(record.key)
         self._has_warned = False
-        self._entries[record.key] = DiskEntry(record, slot)
-        self._order.add(record.key, record.priority)
+        self._shelf.put(record, slot)
         self._on_event("stored", record.key, "disk")
         return True
 
-    async def read(self, entry: DiskEntry, put: Callable[[npt.NDArray[np.uint8]], None], timeout_s: float) -> bool:
+    async def read(self, entry: Entry, put: Callable[[npt.NDArray[np.uint8]], None], timeout_s: float) -> bool:
         """Hand the bytes of a block to `put`, which is called in another thread. False: they are not there, damaged,
         or late, and `put` was not called and will not be."""
         file = self._file
         if file is None or not self.is_on:
             return False
         destination = Destination(put)
-        self._begin_read(entry)
+        self._shelf.begin_read(entry)
         future = asyncio.get_running_loop().run_in_executor(self._reader, self._read, file, entry, destination)
-        future.add_done_callback(lambda _: self._end_read(entry))
+        future.add_done_callback(lambda _: self._shelf.end_read(entry))
         try:
             is_good = await asyncio.wait_for(asyncio.shield(future), timeout_s)
         except TimeoutError:
@@ -201,10 +183,7 @@ class DiskTier:
 
     def check(self) -> None:
         """Raises AssertionError unless each slot is free or held, while nothing is being written."""
-        held = [entry.slot for entry in self._entries.values()]
-        assert len(set(held) | set(self._free)) == len(held) + len(self._free), "a slot has two owners"
-        num_read = sum(entry.num_readers > 0 for entry in self._entries.values())
-        assert len(self._order) == len(self._entries) - num_read, "the eviction order has other keys"
+        self._shelf.check()
 
     # Inside
 
@@ -219,44 +198,27 @@ class DiskTier:
             file.close()
             raise
 
-    def _read(self, file: DiskFile, entry: DiskEntry, destination: Destination) -> bool:
+    def _read(self, file: DiskFile, entry: Entry, destination: Destination) -> bool:
         return file.read(entry.slot, entry.record, self._buffer) and destination.fill(self._buffer)
 
     def _take_slot(self) -> int | None:
         if not self.is_on:
             return None
-        if self._free:
-            return self._free.pop()
-        key = self._order.first()
-        if key is None:
+        slot = self._shelf.take_free()
+        if slot is not None:
+            return slot
+        victim = self._shelf.pop_first()
+        if victim is None:
             return None
-        self._order.remove(key)
         self._count("evicted")
-        self._on_event("removed", key, "disk")
-        return self._entries.pop(key).slot
+        self._on_event("removed", victim.record.key, "disk")
+        return victim.slot
 
-    def _begin_read(self, entry: DiskEntry) -> None:
-        entry.num_readers += 1
-        self._order.remove(entry.record.key)
-
-    def _end_read(self, entry: DiskEntry) -> None:
-        entry.num_readers -= 1
-        if entry.num_readers == 0:
-            if self._entries.get(entry.record.key) is entry:
-                self._order.add(entry.record.key, entry.record.priority)
-            else:
-                self._free.append(entry.slot)  # it was forgotten meanwhile
-
-    def _forget(self, entry: DiskEntry) -> None:
+    def _forget(self, entry: Entry) -> None:
         """Its bytes are not what they should be."""
-        if self._entries.get(entry.record.key) is not entry:
-            return
-        del self._entries[entry.record.key]
-        self._order.remove(entry.record.key)
-        self._count("damaged")
-        self._on_event("removed", entry.record.key, "disk")
-        if entry.num_readers == 0:
-            self._free.append(entry.slot)
+        if self._shelf.forget(entry):
+            self._count("damaged")
+            self._on_event("removed", entry.record.key, "disk")
 
     def _pause(self, error: Exception) -> None:
         self._count("error")

@@ -12,22 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.workers.offload.records import EvictionOrder, Record, TierEvent, nobody_listens
-
-
-@dataclass(slots=True, eq=False)
-class HostEntry:
-    """A block held in host memory. While it has readers it is not given up."""
-
-    record: Record
-    slot: int
-    num_readers: int = 0
+from tandem.workers.offload.records import Record, TierEvent, nobody_listens
+from tandem.workers.offload.shelf import Entry, Shelf
 
 
 class HostTier:
@@ -36,17 +26,14 @@ class HostTier:
     def __init__(self, capacity: int, num_spare: int, block_bytes: int, on_event: TierEvent = nobody_listens) -> None:
         self.capacity = capacity
         self._on_event = on_event
-        self.num_slots = capacity + num_spare
-        self._memory = _reserve(self.num_slots, block_bytes)
-        self._free = list(reversed(range(self.num_slots)))
-        self._entries: dict[bytes, HostEntry] = {}
-        self._order = EvictionOrder()
+        self._shelf = Shelf(capacity + num_spare)
+        self._memory = _reserve(capacity + num_spare, block_bytes)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._shelf)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
+        return key in self._shelf
 
     def slot_bytes(self, slot: int) -> npt.NDArray[np.uint8]:
         """A writable view, uint8 [block_bytes]."""
@@ -58,67 +45,54 @@ class HostTier:
 
         None: every slot is being copied from or to.
         """
-        if self._free:
-            return self._free.pop(), 0
+        slot = self._shelf.take_free()
+        if slot is not None:
+            return slot, 0
         victim = self._pop_victim()
         return (None, 0) if victim is None else (victim.slot, 1)
 
     def take_free_slot(self) -> int | None:
         """A slot that nobody loses a block for."""
-        return self._free.pop() if self._free else None
+        return self._shelf.take_free()
 
     def give_back(self, slot: int) -> None:
-        self._free.append(slot)
+        self._shelf.give_back(slot)
 
-    def put(self, record: Record, slot: int) -> list[HostEntry]:
+    def put(self, record: Record, slot: int) -> list[Entry]:
         """Hold the block in `slot`. Returns what is given up for it, whose slots the caller gives back in time."""
-        if record.key in self._entries:
+        if record.key in self._shelf:
             self.give_back(slot)
             self.touch(record.key)
             return []
-        self._entries[record.key] = HostEntry(record, slot)
-        self._order.add(record.key, record.priority)
+        self._shelf.put(record, slot)
         if self.capacity:
             self._on_event("stored", record.key, "host")
-        given_up: list[HostEntry] = []
-        while len(self._entries) > self.capacity and (victim := self._pop_victim()) is not None:
+        given_up: list[Entry] = []
+        while len(self._shelf) > self.capacity and (victim := self._pop_victim()) is not None:
             given_up.append(victim)
         return given_up
 
-    def find(self, key: bytes, parent_key: bytes | None, token_ids: bytes) -> HostEntry | None:
-        entry = self._entries.get(key)
-        return entry if entry is not None and entry.record.is_of(parent_key, token_ids) else None
+    def find(self, key: bytes, parent_key: bytes | None, token_ids: bytes) -> Entry | None:
+        return self._shelf.find(key, parent_key, token_ids)
 
     def touch(self, key: bytes) -> None:
-        self._order.touch(key)
+        self._shelf.touch(key)
 
-    def begin_read(self, entry: HostEntry) -> None:
-        entry.num_readers += 1
-        self._order.remove(entry.record.key)
+    def begin_read(self, entry: Entry) -> None:
+        self._shelf.begin_read(entry)
 
-    def end_read(self, entry: HostEntry) -> None:
-        """It counts as used now."""
-        entry.num_readers -= 1
-        if entry.num_readers == 0:
-            self._order.add(entry.record.key, entry.record.priority)
+    def end_read(self, entry: Entry) -> None:
+        self._shelf.end_read(entry)
 
-    def check(self, is_busy: Callable[[int], bool] = lambda slot: False) -> None:
-        """Raises AssertionError unless each slot is free, held, or busy (being copied, says the caller)."""
-        held = [entry.slot for entry in self._entries.values()]
-        assert len(set(held) | set(self._free)) == len(held) + len(self._free), "a slot has two owners"
-        for slot in set(range(self.num_slots)) - set(held) - set(self._free):
-            assert is_busy(slot), f"slot {slot} is lost"
-        num_read = sum(entry.num_readers > 0 for entry in self._entries.values())
-        assert len(self._order) == len(self._entries) - num_read, "the eviction order has other keys"
+    def check(self) -> None:
+        """Raises AssertionError unless each slot is free or held, while nobody copies."""
+        self._shelf.check()
 
-    def _pop_victim(self) -> HostEntry | None:
-        key = self._order.first()
-        if key is None:
-            return None
-        self._order.remove(key)
-        if self.capacity:
-            self._on_event("removed", key, "host")
-        return self._entries.pop(key)
+    def _pop_victim(self) -> Entry | None:
+        victim = self._shelf.pop_first()
+        if victim is not None and self.capacity:
+            self._on_event("removed", victim.record.key, "host")
+        return victim
 
 
 def _reserve(num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:

@@ -26,9 +26,10 @@ import numpy.typing as npt
 from tandem.workers.batch import Batch
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.offload.disk import DiskTier
-from tandem.workers.offload.host import HostEntry, HostTier
+from tandem.workers.offload.host import HostTier
 from tandem.workers.offload.rates import MeasuredPath, PathSpeed
 from tandem.workers.offload.records import Record, pack
+from tandem.workers.offload.shelf import Entry
 from tandem.workers.sequence import Sequence as KVSequence
 from tandem.workers.tasks import Tasks
 from tandem.workers.transfer.base import undisturbed
@@ -242,7 +243,7 @@ class Tiers:
             else:
                 self._give_back(victim.slot)
 
-    async def _write(self, disk: DiskTier, victim: HostEntry) -> None:
+    async def _write(self, disk: DiskTier, victim: Entry) -> None:
         try:
             if await disk.write(victim.record, self._host.slot_bytes(victim.slot)):
                 self._count_bytes("disk", "in", 1)
@@ -287,8 +288,8 @@ class Tiers:
             if self._disk is not None:
                 self._disk.touch(block.key)
 
-    def _held_in_host(self, wanted: Sequence[Wanted]) -> list[HostEntry]:
-        entries: list[HostEntry] = []
+    def _held_in_host(self, wanted: Sequence[Wanted]) -> list[Entry]:
+        entries: list[Entry] = []
         for block in wanted:
             entry = self._host.find(block.key, block.parent_key, pack(block.token_ids))
             if entry is None:
@@ -296,7 +297,7 @@ class Tiers:
             entries.append(entry)
         return entries
 
-    async def _read_host(self, entries: list[HostEntry], block_ids: list[int]) -> None:
+    async def _read_host(self, entries: list[Entry], block_ids: list[int]) -> None:
         def copy() -> None:
             for entry, block_id in zip(entries, block_ids, strict=True):
                 self._memory.copy_in(block_id, self._host.slot_bytes(entry.slot))
