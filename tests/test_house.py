@@ -118,6 +118,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.parametrize("folder", ["router", "cluster", "cluster/bench"])
+def test_a_folders_note_names_its_files(folder: str) -> None:
+    note = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
+    assert not {name for name in names if name not in note}
+
+
 def test_the_wheel_adds_only_tandem_and_starts(wheel: Path, tmp_path: Path) -> None:
     """Into an empty environment, with our dependencies lent to it through a .pth file."""
     venv.create(tmp_path / "venv", with_pip=False)
