@@ -69,16 +69,6 @@ class WorkerLink:
     def can_decode(self) -> bool:
         return self.address.role != "prefill"
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of this gateway that the worker decodes now."""
-        return self.account.num_sequences
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens that this gateway wants it to compute and that are not yet decoding."""
-        return self.account.num_prefill_tokens
-
     def set_pair(self, prefill_worker: str, paired: Paired | None) -> None:
         """What is known of taking KV from this prefill worker; None: nothing any more."""
         if paired is None:

@@ -248,7 +248,7 @@ async def test_prompts_of_one_request_enter_together(open_house: Any, saying: An
     value = house.gateway.metrics.registry.get_sample_value
     assert value("tandem_predicted_time_to_first_token_seconds_count") == 3
     assert value("tandem_time_to_first_token_over_predicted_count") == 3
-    assert house.gateway.workers.get("decode-0").num_prefill_tokens == 0
+    assert house.gateway.workers.get("decode-0").account.num_prefill_tokens == 0
 
 
 async def test_without_limits_nothing_is_held_back(open_house: Any, saying: Any) -> None:

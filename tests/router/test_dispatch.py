@@ -212,8 +212,8 @@ async def test_client_leaves(open_house: Any, saying: Any, stream: bool, phase: 
     assert [type(message) for message in worker.received if isinstance(message, Cancel)] == [Cancel]
     assert await house.outcomes() == {"cancelled": 1}
     link = house.gateway.workers.get("decode-0")
-    assert link.num_sequences == 0
-    assert house.gateway.workers.get("prefill-0").num_prefill_tokens == 0
+    assert link.account.num_sequences == 0
+    assert house.gateway.workers.get("prefill-0").account.num_prefill_tokens == 0
 
 
 async def test_deadline(open_house: Any) -> None:
