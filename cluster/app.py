@@ -68,7 +68,7 @@ QUICK_CHECK_S = 1.0
 MAX_FOLDER_LEN = 30
 """Ray's socket names below it take 70 more, and the system allows 107."""
 STOP_S = 60.0
-"""What comes after the drain takes so long at most."""
+"""What comes after the drain, or after an interrupted start, takes so long at most."""
 LOST_DRAIN_S = 5.0
 """Without Ray, what still runs has at most so long."""
 LOST_STOP_S = 15.0
@@ -100,6 +100,7 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
             starting = asyncio.create_task(cluster.start(public, admin))
             await _first_of(starting, stopping, cluster.lost)
             if not starting.done() or cluster.lost.done():
+                _end_by_force_in(STOP_S)  # a thread that downloads or converts a model cannot be interrupted
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
                 await cluster.leave_lost_ray()
@@ -118,7 +119,8 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
 
 
 def _end_by_force_in(seconds: float) -> None:
-    """From a thread: a Ray that hangs, and is asked to end something, holds the loop, and with it every signal."""
+    """From a thread: a Ray that hangs, and is asked to end something, holds the loop, and with it every signal; and the
+    interpreter's own end waits for threads."""
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
