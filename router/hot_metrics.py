@@ -22,11 +22,8 @@ class HotCounter(Collector):
         self._name = f"{namespace}_{name}"
         self._documentation = documentation
         self.value = 0.0
-        """May be added to."""
+        """To be added to."""
         registry.register(self)
-
-    def inc(self, amount: float = 1.0) -> None:
-        self.value += amount
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily(self._name, self._documentation, value=self.value)

@@ -98,9 +98,8 @@ def test_hot_metrics_show_what_the_usual_ones_do() -> None:
     for value in (0.05, 0.1, 0.2, 0.25, 0.3, 1.0, 7.0):
         hot.observe(value)
         usual.observe(value)
-    counters = HotCounter("y", "Y.", namespace="tandem", registry=ours), Counter("tandem_y", "Y.", registry=theirs)
-    for counter in counters:
-        counter.inc(2)
+    HotCounter("y", "Y.", namespace="tandem", registry=ours).value += 2
+    Counter("tandem_y", "Y.", registry=theirs).inc(2)
 
     def shown(registry: CollectorRegistry) -> list[str]:
         return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
