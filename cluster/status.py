@@ -17,10 +17,7 @@ STATES = {"ready": "green", "connecting": "yellow", "refused": "red", "lost": "r
 
 def show_status(url: str, *, as_json: bool) -> None:
     """Print the workers of the cluster whose admin port is `url`. Raises `UserError` if there is none."""
-    cluster = fetch_cluster(url)
-    console = Console()
-    if console.width < MIN_WIDTH:  # a wrapped line can be read, a cut one cannot
-        console = Console(width=MIN_WIDTH)
+    cluster, console = fetch_cluster(url), wide_console()
     if as_json:
         console.print_json(json.dumps(cluster))
     else:
@@ -31,6 +28,12 @@ def show_status(url: str, *, as_json: bool) -> None:
             console.print(f"[red]degraded[/]: {reason}")
         up = "[green]up[/]" if cluster["redis"]["up"] else "[red]down[/] (requests are served without its hints)"
         console.print(f"model {cluster['model']}   prefix index {up}")
+
+
+def wide_console() -> Console:
+    """For tables: a wrapped line can be read, a cut one cannot."""
+    console = Console()
+    return console if console.width >= MIN_WIDTH else Console(width=MIN_WIDTH)
 
 
 def fetch_cluster(url: str) -> dict[str, Any]:

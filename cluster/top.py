@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cluster.status import MIN_WIDTH, STATES, fetch_cluster
+from tandem.cluster.status import STATES, fetch_cluster, wide_console
 from tandem.workers.errors import UserError
 
 BAR_WIDTH = 24
@@ -141,10 +141,7 @@ def screen(before: Sample, now: Sample) -> Group:
 
 def run_top(url: str, *, interval_s: float, rounds: int | None = None) -> None:
     """Until Ctrl-C, or for so many rounds. Raises `UserError` when the cluster is not there at the start."""
-    console = Console()
-    if console.width < MIN_WIDTH:
-        console = Console(width=MIN_WIDTH)
-    before = take_sample(url)
+    console, before = wide_console(), take_sample(url)
     with Live(console=console, screen=console.is_terminal and rounds is None, auto_refresh=False) as live:
         while rounds is None or rounds > 0:
             time.sleep(interval_s)
