@@ -28,10 +28,12 @@ class KVCache:
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         shape = (num_blocks + NUM_PROBE_BLOCKS, config.num_kv_heads, config.num_layers, 2, block_size, config.head_dim)
-        if torch.device(device).type == "cpu":
-            self.tensor = huge_region(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-        else:
-            self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        # Made in inference mode it could only be written there, and tiers and transports write from other threads.
+        with torch.inference_mode(mode=False):
+            if torch.device(device).type == "cpu":
+                self.tensor = huge_region(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            else:
+                self.tensor = torch.empty(shape, dtype=dtype, device=device)
         # Steps run on another stream, and none of them touches a block while it is copied: so copies wait for nobody.
         on_device = self.tensor.is_cuda
         self._copies = torch.cuda.Stream(self.tensor.device) if on_device else None  # type: ignore[no-untyped-call]

@@ -59,7 +59,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, max_model_len: int) -> None:
         self._config = config
         self._ops = ops
-        self._rope = build_rope_table(config, max_model_len)
+        self._rope = build_rope_table(config, max_model_len).to(weights.embedding.device)
         self._embedding = weights.embedding
         windows = config.sliding_window or (None,) * config.num_layers
         self._layers = [self._pack_layer(layer, window) for layer, window in zip(weights.layers, windows, strict=True)]

@@ -23,9 +23,13 @@ class RopeTable:
     cos: Tensor  # [max_model_len, head_dim / 2] float32
     sin: Tensor  # [max_model_len, head_dim / 2] float32
 
+    def to(self, device: torch.device) -> RopeTable:
+        """On `device`; the same tensors if they are there."""
+        return RopeTable(self.cos.to(device), self.sin.to(device))
+
 
 def build_rope_table(config: ModelConfig, max_model_len: int) -> RopeTable:
-    """The table for positions 0 to max_model_len - 1."""
+    """The table for positions 0 to max_model_len - 1, computed on the CPU: the same bits for every device."""
     frequencies, attention_factor = rope_frequencies(config, max_model_len)
     # Angles in float32, as in the reference. Their cosines in float64, where the rounded result does not depend on the
     # instruction set or on the length of the table.
