@@ -39,22 +39,27 @@ def count_ops(step: Callable[[], T], launch: CountedLaunch) -> tuple[T, int]:
 
 
 class GraphRecorder:
-    """Captures steps, into one memory pool."""
+    """Captures steps on one stream (the allocator shares nothing between streams), into one memory pool."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._stream: Any = None
+        self._anchor: Any = None
+        """A graph that is never replayed. It holds the pool while steps are recorded anew: torch takes a pool that no
+        graph uses for given up, and fails when it is used again."""
 
     def capture(self, step: Callable[[], T], launch: CountedLaunch) -> Captured[T]:
         """Run `step` once (which compiles what it needs), then record it."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        if self._anchor is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._anchor = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._anchor, stream=self._stream):
+                torch.zeros(1, device="cuda")
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             step()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with torch.cuda.graph(graph, pool=self._anchor.pool(), stream=self._stream):
             result, num_ops = count_ops(step, launch)
         return Captured(result, graph.replay, num_ops)
