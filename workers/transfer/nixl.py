@@ -20,15 +20,18 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tandem.workers.errors import TransferError
+from tandem.workers.errors import TransferError, UserError
 from tandem.workers.transfer.base import KVPoolMemory, PullTimeout, check_pull, refused, undisturbed
 from tandem.workers.transfer.nixl_library import allowed_transports, is_loopback, load_nixl
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_DESCRIPTION_BYTES = 1 << 20
 _EAGER_INTERVAL_S = 0.005
@@ -60,13 +63,13 @@ class NixlTransfer:
     name = "nixl"
 
     def __init__(self, pool: KVPoolMemory, *, worker_id: str, epoch: int, host: str) -> None:
-        api, bindings = load_nixl(host)
+        device = pool.blocks.device
+        api, bindings = load_nixl(host, device.type)
         self._pool = pool
         self._errors = tuple(kind for name, kind in vars(bindings).items() if name.endswith("Error"))
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         self._backend_failed: type[Exception] = bindings.nixlBackendError
         self._not_found: type[Exception] = bindings.nixlNotFoundError
-        device = pool.blocks.device
         self._memory, self._device = ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
         # A name is never used twice: peers keep what they know of a dead agent under it.
         self._agent = api.nixl_agent(
@@ -79,9 +82,11 @@ class NixlTransfer:
         )
         # Without error handling a dead peer is never noticed.
         self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
-        self._registration = self._agent.register_memory(
-            [(pool.address, pool.num_blocks * pool.block_bytes, self._device, "")], self._memory
-        )
+        region = (pool.address, pool.num_blocks * pool.block_bytes, self._device, "")
+        try:
+            self._registration = self._agent.register_memory([region], self._memory)
+        except self._errors as error:
+            raise UserError(f"--transfer nixl: {api.__name__} cannot register {self._memory}: {error}") from error
         self._description = msgspec.msgpack.encode(
             _Description(
                 agent=self._agent.name,
@@ -96,11 +101,12 @@ class NixlTransfer:
         )
         self._peers: dict[str, _Description] = {}
         """Agents that NIXL knows, by name. Touched by the backend's thread only."""
-        self._thread = ThreadPoolExecutor(1, "transfer-nixl")
+        self._thread = ThreadPoolExecutor(1, "transfer-nixl", initializer=_use_device, initargs=(device,))
         self._settling: dict[asyncio.Task[None], str] = {}
         """Reads past their deadline, and the agents that they read from."""
         self._closing = threading.Event()
-        self._always_eager = not is_loopback(host) or _is_tcp_only()
+        # Between GPUs without a path of their own, too, reads go over TCP.
+        self._always_eager = not is_loopback(host) or _is_tcp_only() or self._memory == "VRAM"
         self._eager_until = 0.0
         self._lender = threading.Thread(target=self._lend_time, name="transfer-nixl-progress", daemon=True)
         self._lender.start()
@@ -269,11 +275,22 @@ class NixlTransfer:
 
     def _lend_time(self) -> None:
         """Let UCX answer peers: connections always, and data where reads are not truly one-sided (TCP)."""
+        _use_device(self._pool.blocks.device)
         interval_s = _EAGER_INTERVAL_S
         while not self._closing.wait(interval_s):
             self._agent.get_new_notifs()
             eager = self._always_eager or time.monotonic() < self._eager_until
             interval_s = _EAGER_INTERVAL_S if eager else _IDLE_INTERVAL_S
+
+
+def _use_device(device: torch.device) -> None:
+    """Give the calling thread the device's context. A new thread has none, and UCX then sees no path from GPU to GPU
+    and takes TCP, without a word."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # contexts are made when they are needed
 
 
 def descriptors(
