@@ -1,4 +1,4 @@
-"""An endpoint that answers with one JSON object and asks no worker."""
+"""Endpoints that answer with one JSON object and ask no worker."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from tandem.router.openai.endpoint import House, in_a_thread_if_large, openai_er
 logger = logging.getLogger(__name__)
 
 
-class PlainEndpoint:
-    """As a plain ASGI application. `answer` is given the house, the body, the caller and the path's parameters."""
+class JsonEndpoint:
+    """As a plain ASGI application. `error_body`: its shape of errors."""
 
     def __init__(
-        self,
-        house: Callable[[], House],
-        answer: Callable[[House, bytes, str, Mapping[str, str]], Mapping[str, Any]],
-        *,
-        has_body: bool,
-        error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error,
+        self, house: Callable[[], House], error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error
     ) -> None:
         self._house = house
-        self._answer = answer
-        self._has_body = has_body
         self._error_body = error_body
+
+    async def _answered(self, scope: Scope, receive: Receive) -> Mapping[str, Any]:
+        """The object. Raises `ApiError` and `ClientDisconnected`."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [("x-request-id", request_id(scope))]
@@ -43,6 +40,23 @@ class PlainEndpoint:
             logger.exception("a request to %s met a bug", scope["path"])
             bug = internal_error()
             await send_error(send, bug, headers, body=self._error_body(bug))
+
+
+class PlainEndpoint(JsonEndpoint):
+    """By a function: `answer` is given the house, the body (empty unless `has_body`), the caller and the path's
+    parameters."""
+
+    def __init__(
+        self,
+        house: Callable[[], House],
+        answer: Callable[[House, bytes, str, Mapping[str, str]], Mapping[str, Any]],
+        *,
+        has_body: bool,
+        error_body: Callable[[ApiError], Mapping[str, Any]] = openai_error,
+    ) -> None:
+        super().__init__(house, error_body)
+        self._answer = answer
+        self._has_body = has_body
 
     async def _answered(self, scope: Scope, receive: Receive) -> Mapping[str, Any]:
         house = self._house()

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tandem.router.http import caller
 from tandem.router.openai.endpoint import Exchange, GenerationEndpoint, House, in_a_thread_if_large
-from tandem.router.plain_endpoint import PlainEndpoint
+from tandem.router.plain_endpoint import JsonEndpoint
 from tandem.router.responses import wire
 from tandem.router.responses.store import ResponseStore, noting_writes
 
@@ -55,13 +55,13 @@ def _previous(body: bytes) -> str | None:
         return None
 
 
-class StoredEndpoint(PlainEndpoint):
+class StoredEndpoint(JsonEndpoint):
     """What is done with one response: `act(response id, caller)` answers."""
 
     def __init__(self, house: Callable[[], House], act: Callable[[str, str], Awaitable[Mapping[str, Any]]]) -> None:
-        super().__init__(house, lambda *given: {}, has_body=False)
+        super().__init__(house)
         self._act = act
 
     async def _answered(self, scope: Scope, receive: Receive) -> Mapping[str, Any]:
-        self._house()
+        self._house()  # 503 until it is open
         return await self._act(scope["path_params"]["response_id"], caller(scope))
