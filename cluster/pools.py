@@ -77,7 +77,10 @@ class Supervisor:
         # together: a cluster that scales itself must see all of what is wanted
         self._slots += [slot for slots in await _all_or_first_error(pools) for slot in slots]
         await _all_or_first_error([self._start_slot(slot) for slot in self._slots])
-        self._watches = [asyncio.create_task(self._keep_alive(slot)) for slot in self._slots]
+        for slot in self._slots:
+            watch = asyncio.create_task(self._keep_alive(slot), name=slot.config.worker_id)
+            watch.add_done_callback(_tell_bug)
+            self._watches.append(watch)
 
     async def stop(self) -> None:
         await self._stop_watching()
@@ -100,7 +103,9 @@ class Supervisor:
         """Begin to add workers of the reserve, or end those that were added last. What `start` started stays."""
         await self._wait_ray()
         while self.num_workers(role) < count and (config := self._take_reserve(role)) is not None:
-            self._added[config.worker_id] = asyncio.create_task(self._serve_added(config), name=config.worker_id)
+            serving = asyncio.create_task(self._serve_added(config), name=config.worker_id)
+            serving.add_done_callback(_tell_bug)
+            self._added[config.worker_id] = serving
         added = [worker_id for worker_id in self._added if worker_id.rpartition("-")[0] == role]
         surplus = self.num_workers(role) - count
         ending = [self._added[worker_id] for worker_id in added[::-1][: max(0, surplus)]]
@@ -214,6 +219,13 @@ class Supervisor:
                 logger.warning("%s is back, epoch %d", slot.config.worker_id, slot.config.epoch)
                 return
             slot.kill()
+
+
+def _tell_bug(task: asyncio.Task[None]) -> None:
+    """Nobody waits for those who keep a worker alive, so nobody else would hear of it."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.error("%s is looked after no longer", task.get_name(), exc_info=error)
 
 
 async def _all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -138,6 +138,22 @@ async def test_nothing_is_started_again_after_stop() -> None:
     assert slot.started == [0]
 
 
+async def test_a_bug_that_ends_the_watch_over_a_worker_is_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slot = FakeSlot(config("decode-0"))
+
+    async def stumble() -> WorkerEnd:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(slot, "wait_end", stumble)
+    story = Story([slot])
+    await story.supervisor.start()
+    await story.until(lambda: "decode-0 is looked after no longer" in caplog.text)
+    assert "nobody thought of this" in caplog.text
+    await story.supervisor.stop()
+
+
 async def test_without_ray_nobody_is_replaced_until_it_is_back() -> None:
     slot = FakeSlot(config("decode-0"))
     story = Story([slot])
