@@ -33,6 +33,7 @@ from tandem.cluster.actors import IndexSettings
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.gateway_pool import bind_public, open_gateway
 from tandem.cluster.guard import end_processes, guarded, this_family
+from tandem.cluster.gpus import count_gpus
 from tandem.cluster.http_server import StopSignals
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
@@ -203,7 +204,7 @@ class _Cluster:
         self._progress.phase("ray", "starting" if address is None else f"joining {address}")
         if address is None:
             num_workers = sum(self._config.most_workers)
-            num_gpus = num_workers if resolve_device(self._config.device) == "cuda" else 0
+            num_gpus = count_gpus() if resolve_device(self._config.device) == "cuda" else 0
             # every worker has at least one thread, also where there are fewer cores than workers
             num_cpus = max(num_workers, os.cpu_count() or 1)
             begin = partial(start_ray, folder, num_cpus=num_cpus, num_gpus=num_gpus)

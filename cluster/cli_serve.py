@@ -144,9 +144,19 @@ def serve(
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
-            help="KV memory per worker.", show_default="a share of the machine, at most 1 GiB", rich_help_panel=ENGINE
+            help="KV memory per worker.",
+            show_default="a share of the machine, at most 1 GiB; on a GPU what --gpu-memory-utilization leaves",
+            rich_help_panel=ENGINE,
         ),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            help="Of a GPU's memory: what its workers take together, weights and all, if --kv-cache-memory-bytes does "
+            "not say how much KV there is.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = 0.9,
     kv_host_memory_bytes: Annotated[
         int,
         typer.Option(

@@ -58,6 +58,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     kv_host_memory_bytes: int = 0
     kv_disk_path: str | None = None
     kv_disk_bytes: int | None = None
@@ -126,6 +127,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             f"must be a positive multiple of --block-size ({size})",
         )
         self._require(memory is None or memory > 0, "kv_cache_memory_bytes", "must be positive")
+        self._require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be above 0, at most 1")
         self._require(0 <= self.tuning_deadline <= 3600, "tuning_deadline", "must be from 0 to 3600 seconds")
 
     def _check_tiers(self) -> None:

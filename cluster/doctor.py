@@ -23,6 +23,7 @@ from typing import Literal
 import psutil
 
 from tandem.cluster.config_sources import without_password
+from tandem.cluster.gpus import count_gpus
 from tandem.cluster.model_cache import cache_folder
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -139,16 +140,24 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    from tandem.cluster.resolve import CUDA_DEVICE_FILES
-
-    if not any(Path(file).exists() for file in CUDA_DEVICE_FILES):
+    if count_gpus() == 0:
         return Check("gpu", "ok", "none: workers run on the CPU")
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return Check("gpu", "fail", f"a device file, but nvidia-smi fails: {error}", "install or repair the driver")
-    return Check("gpu", "ok", "; ".join(said.strip().splitlines()))
+    found = "; ".join(said.strip().splitlines())
+    if _version_of("torch").endswith("+cpu"):
+        return Check("gpu", "fail", found, "torch is built without CUDA: install one with, or serve with --device cpu")
+    return Check("gpu", "ok", found)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _shared_memory() -> Check:

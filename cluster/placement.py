@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.gpus import gpus_per_worker
 from tandem.workers.config import WorkerConfig
 from tandem.workers.types import Role
 
@@ -36,6 +37,8 @@ class Placement:
     """The default is this machine alone."""
 
     strategy: str = "PACK"
+    gpus_per_worker: float = 1.0
+    """With device "cuda". Less than one: they share."""
     resources: dict[Role, dict[str, float]] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     """Added to that of every worker's process."""
@@ -46,7 +49,7 @@ class Placement:
         """What one worker takes of a machine, in Ray's words."""
         bundle: dict[str, float] = {"CPU": worker.num_threads}
         if worker.device == "cuda":
-            bundle["GPU"] = 1
+            bundle["GPU"] = self.gpus_per_worker
         return bundle | self.resources.get(worker.role, {})
 
 
@@ -54,6 +57,7 @@ def placement_of(config: ClusterConfig) -> Placement:
     ports = config.transfer_ports
     return Placement(
         strategy=config.placement.upper().replace("-", "_"),
+        gpus_per_worker=gpus_per_worker(config),
         resources={
             "prefill": config.prefill_resources,
             "decode": config.decode_resources,

@@ -15,6 +15,7 @@ import psutil
 
 from tandem.cluster.config import ClusterConfig, DeviceChoice, keys_in
 from tandem.cluster.config_sources import flag
+from tandem.cluster.gpus import count_gpus, gpu_share
 from tandem.cluster.model_cache import cache_folder
 from tandem.cluster.model_source import Device, ResolvedModel
 from tandem.cluster.network import LOOPBACK, port_range
@@ -32,7 +33,6 @@ KV_MEMORY_SHARE = 0.25
 """Of the machine's memory, for the KV of all workers together: people have other programs open."""
 KV_MEMORY_CAP_BYTES = 1 << 30
 """Per worker, unless told otherwise. Holds 46,000 tokens of the demo model."""
-CUDA_DEVICE_FILES = ("/dev/nvidia0", "/dev/dxg")
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -45,16 +45,17 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     dtype: DtypeName
     max_model_len: int
-    kv_cache_memory_bytes: int
+    kv_cache_memory_bytes: int | None
+    """None: what is left of a worker's share of its GPU."""
     num_threads: int
 
 
 def resolve_device(choice: DeviceChoice, *, is_elsewhere: bool = False) -> Device:
-    """CUDA, if the machine has such a device. Looks for the device's file: asking torch takes seconds.
+    """CUDA, if the machine has such a device. Looks for its file: asking torch takes seconds.
 
     `is_elsewhere`: the workers run on other machines, and a choice of CUDA is taken on trust.
     """
-    has_cuda = any(Path(file).exists() for file in CUDA_DEVICE_FILES)
+    has_cuda = count_gpus() > 0
     if choice == "cuda" and is_elsewhere:
         return "cuda"
     if choice == "cuda" and not has_cuda:
@@ -73,17 +74,19 @@ def resolve(
     total_workers = sum(config.num_workers)
     machine_bytes = psutil.virtual_memory().total if memory_bytes is None else memory_bytes
     cores = available_cores() if num_cores is None else num_cores
-    auto_bytes = min(int(machine_bytes * KV_MEMORY_SHARE / total_workers), KV_MEMORY_CAP_BYTES)
-    kv_bytes = auto_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
     device = resolve_device(config.device, is_elsewhere=config.address is not None)
-    if device == "cpu" and config.address is None and kv_bytes * total_workers > machine_bytes:
+    kv_bytes = config.kv_cache_memory_bytes
+    if kv_bytes is None and device == "cpu":
+        kv_bytes = min(int(machine_bytes * KV_MEMORY_SHARE / total_workers), KV_MEMORY_CAP_BYTES)
+    host_bytes = 0 if kv_bytes is None or device == "cuda" else kv_bytes
+    if config.address is None and host_bytes * total_workers > machine_bytes:
         raise UserError(
             f"--kv-cache-memory-bytes {kv_bytes} for {total_workers} workers exceeds this machine's memory of "
             f"{machine_bytes} bytes"
         )
     if device != "cpu" and config.cpu_level != "auto":
         raise UserError(f"--cpu-level {config.cpu_level} is for CPUs, but workers compute on {device}: see --device")
-    _check_tiers(config, model, 0 if device == "cuda" else kv_bytes, machine_bytes)
+    _check_tiers(config, model, host_bytes, machine_bytes)
     return ResolvedConfig(
         cluster=config,
         model_path=model.folder,
@@ -136,12 +139,15 @@ def _block_bytes(config: ClusterConfig, model: ResolvedModel) -> int:
     return model.config.kv_elements_per_token * ELEMENT_BYTES[model.dtype] * config.block_size
 
 
-def _max_model_len(config: ClusterConfig, model: ResolvedModel, kv_bytes: int) -> int:
-    """The model's context, or what was asked for; never more than the KV cache of one worker can hold."""
+def _max_model_len(config: ClusterConfig, model: ResolvedModel, kv_bytes: int | None) -> int:
+    """The model's context, or what was asked for; never more than the KV cache of one worker can hold, as far as that
+    is known here."""
     block_bytes = _block_bytes(config, model)
-    room = max(0, kv_bytes // block_bytes - NUM_PROBE_BLOCKS) * config.block_size
     context = model.config.max_position_embeddings
     wanted = config.max_model_len
+    room = context
+    if kv_bytes is not None:
+        room = max(0, kv_bytes // block_bytes - NUM_PROBE_BLOCKS) * config.block_size
     if room < 2:
         raise UserError(
             f"--kv-cache-memory-bytes {kv_bytes} does not hold one block beside the {NUM_PROBE_BLOCKS} that workers "
@@ -213,6 +219,8 @@ def _worker_config(
         max_num_seqs=cluster.max_num_seqs,
         max_num_batched_tokens=cluster.max_num_batched_tokens,
         kv_cache_memory_bytes=resolved.kv_cache_memory_bytes,
+        gpu_memory_utilization=cluster.gpu_memory_utilization,
+        gpu_share=gpu_share(cluster, role),
         kv_host_memory_bytes=cluster.kv_host_memory_bytes,
         kv_disk_path=None if cluster.kv_disk_path is None else Path(cluster.kv_disk_path).absolute(),
         kv_disk_bytes=cluster.kv_disk_bytes or 0,

@@ -50,6 +50,9 @@ class Queue(Protocol):
     def mark(self) -> Mark:
         """Behind all that was handed over so far."""
 
+    def is_alive(self) -> bool:
+        """Whether the device still computes. May wait for what was handed over: to be asked after something failed."""
+
 
 class _Past:
     def wait(self) -> None:
@@ -75,6 +78,9 @@ class HostQueue:
 
     def mark(self) -> Mark:
         return _Past()
+
+    def is_alive(self) -> bool:
+        return True
 
 
 class _Event:
@@ -109,6 +115,14 @@ class CudaQueue:
 
     def mark(self) -> Mark:
         return _Event()
+
+    def is_alive(self) -> bool:
+        """After some errors (a kernel's illegal address, say) every call of this process fails for ever."""
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            return False
+        return True
 
 
 def queue_of(device: torch.device) -> Queue:

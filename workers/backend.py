@@ -10,6 +10,7 @@ from tandem.kernels.cpu.backend import CpuOps
 from tandem.kernels.cpu.build import level_of_this_machine
 from tandem.kernels.ops import Ops, load_ops
 from tandem.workers.config import CpuLevel
+from tandem.workers.device import check_cuda
 from tandem.workers.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ def create_ops(device: str, on_progress: Callable[[str], None] | None = None, cp
     `on_progress` is told when something has to be compiled.
     """
     if device == "cuda":
+        check_cuda()
         return load_ops("triton")
     try:
         return CpuOps(level_of_this_machine(on_progress, cpu_level))

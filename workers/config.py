@@ -39,7 +39,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     """Most tokens that one step computes; prefill chunks are cut to it, in multiples of the block."""
-    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_memory_bytes: int | None = 1 << 30
+    """None, on a GPU only: what is left of this worker's share of its memory."""
+    gpu_memory_utilization: float = 0.9
+    """Of a GPU's memory, what its workers take together: weights, workspaces, graphs and KV."""
+    gpu_share: float = 1.0
+    """Of one GPU and of that memory: what this worker has. Others may have the rest."""
     kv_host_memory_bytes: int = 0
     """Host memory for blocks that the KV cache evicts. 0: none."""
     kv_disk_path: Path | None = None
@@ -77,7 +82,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             f"must be a positive multiple of block_size ({size})",
         )
         require(self.num_threads >= 1, "num_threads", "must be at least 1")
-        require(self.kv_cache_memory_bytes > 0, "kv_cache_memory_bytes", "must be positive")
+        memory = self.kv_cache_memory_bytes
+        require(memory is not None or self.device == "cuda", "kv_cache_memory_bytes", "must be given")
+        require(memory is None or memory > 0, "kv_cache_memory_bytes", "must be positive")
+        for field in ("gpu_memory_utilization", "gpu_share"):
+            require(0 < getattr(self, field) <= 1, field, "must be above 0 and at most 1")
         require(self.kv_host_memory_bytes >= 0, "kv_host_memory_bytes", "must not be negative")
         require(self.kv_disk_bytes >= 0, "kv_disk_bytes", "must not be negative")
         require(

@@ -8,6 +8,7 @@ TandemError
 ├── PairingError              two workers that must not exchange KV (names the field and both values)
 ├── ProtocolError             a peer that broke the wire contract: the connection is closed
 │   └── AuthenticationError   a peer without the cluster key
+├── DeviceLost                the device computes nothing any more for this process, which must end
 └── WorkerUnavailable         the worker is gone or going; another one may do
 """
 
@@ -57,6 +58,10 @@ class ProtocolError(TandemError):
 
 class AuthenticationError(ProtocolError):
     """The peer could not prove that it holds the cluster key."""
+
+
+class DeviceLost(TandemError):
+    """A step failed, and every one after it would: the worker ends, and the next incarnation gets a fresh device."""
 
 
 class WorkerUnavailable(TandemError):

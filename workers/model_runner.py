@@ -5,7 +5,8 @@ The runner keeps nothing per sequence. All it knows comes with the batch, and al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -17,6 +18,7 @@ from tandem.kernels.ops import Ops, Sampled, StepLayout, load_ops
 from tandem.kernels.queue import Queue, queue_of
 from tandem.workers.batch import Batch, SampleSpec, ScoreSpec, StepResult
 from tandem.workers.decode_step import DecodeSteps, decode_buckets, is_plain
+from tandem.workers.errors import DeviceLost
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.masks import Mask, MaskMaker
 from tandem.workers.models.config import ModelConfig
@@ -101,12 +103,18 @@ class ModelRunner:
         self._decode = decode
         return True
 
+    def use_cache(self, kv_cache: KVCache) -> None:
+        """Another cache from now on. What was recorded is forgotten: it has the addresses of the old one."""
+        self._kv_cache = kv_cache
+        self._decode = self._sampled = None
+
     @torch.inference_mode()
     def rehearse(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Prompts of all sizes, dry, so that nothing is compiled later. The pool's first blocks must be free."""
+        """Prompts of all sizes, dry, so that later nothing is compiled and no workspace grows. The pool's first blocks
+        must be free."""
         pool_tokens = self._kv_cache.num_blocks * self._kv_cache.block_size
         most = min(self._max_num_batched_tokens, self._max_model_len, pool_tokens)
-        batches = dry_batches(most, self._kv_cache.block_size, self._config.vocab_size)
+        batches = dry_batches(most, self._max_num_seqs, self._kv_cache.block_size, self._config.vocab_size)
         for done, batch in enumerate(batches):
             on_progress(done, len(batches))
             self._compute(batch, None)
@@ -130,10 +138,14 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Callable[[], list[StepResult]]:
         """Begin a step, behind those that were launched before; call the result to wait for what comes of it. Nothing
-        here waits for the device."""
+        here waits for the device. Both raise `DeviceLost` where no later step could do better."""
         if not batch.items:
             return list
         self._check(batch)
+        with self._watched():
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> Callable[[], list[StepResult]]:
         followed, self._sampled = self._sampled, None  # of a step that fails there is nothing to follow
         for copy in batch.copies:
             self._queue.submit(partial(self._kv_cache.copy_block, copy.source, copy.destination))
@@ -145,10 +157,20 @@ class ModelRunner:
         done = self._queue.mark()
 
         def collect() -> list[StepResult]:
-            done.wait()
+            with self._watched():
+                done.wait()
             return results_of(batch, launched)
 
         return collect
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._queue.is_alive():
+                raise
+            raise DeviceLost(f"the device has failed: {next(iter(str(error).splitlines()), '')}") from error
 
     def _replay(self, decode: DecodeSteps, batch: Batch, followed: Tensor | None) -> Launched:
         if is_plain(batch):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.workers.batch import StepResult
+from tandem.workers.errors import DeviceLost
 from tandem.workers.steps import Collect, Runner, Step
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class _Flight:
 
 
 class Pipeline:
-    """Of one engine. `turn` runs in the runner's thread, never twice at once; the rest is asked in between."""
+    """Of one engine. `turn` runs in the runner's thread, never twice at once; the rest is asked in between. A step that
+    fails is logged and takes only its own along, unless it raises `DeviceLost`."""
 
     def __init__(self) -> None:
         self._flights: deque[_Flight] = deque()
@@ -71,6 +73,8 @@ class Pipeline:
             return _Flight(step, partial(runner.execute, step.batch), started)
         try:
             return _Flight(step, runner.launch(step.batch), started)
+        except DeviceLost:
+            raise
         except Exception:
             logger.exception("a step of %d sequences could not be launched", len(step.chunks))
             return _Flight(step, None, started)
@@ -80,6 +84,8 @@ class Pipeline:
         if flight.collect is not None:
             try:
                 results = _checked(flight.step, flight.collect())
+            except DeviceLost:
+                raise
             except Exception:
                 logger.exception("a step of %d sequences failed", len(flight.step.chunks))
         started, self._collected_at = max(flight.launched_at, self._collected_at), time.monotonic()

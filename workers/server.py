@@ -26,7 +26,8 @@ from tandem.workers.errors import ProtocolError, UserError, WorkerUnavailable
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache, load_grammar_tokenizer
 from tandem.workers.identity import numerics_of
-from tandem.workers.kv_cache import LAYOUT_VERSION, KVCache, num_blocks_for
+from tandem.workers.kv_cache import LAYOUT_VERSION, KVCache
+from tandem.workers.kv_sizing import first_num_blocks, full_cache
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.checkpoint import check_model, load_weights, revision_of
@@ -41,9 +42,9 @@ from tandem.workers.promises import Promises
 from tandem.workers.protocol import PROTOCOL_VERSION, AnyMessage, Ping, Pong
 from tandem.workers.sequence import Sequence
 from tandem.workers.speeds import SpeedMeter
+from tandem.workers.steps import StepOutput, StepTimes
 from tandem.workers.transfer.backends import create_transfer
 from tandem.workers.transfer.base import KVPoolMemory, Transfer
-from tandem.workers.steps import StepOutput, StepTimes
 from tandem.workers.transfer.local import LocalPools
 from tandem.workers.types import ModelIdentity, WorkerAddress, WorkerSnapshot
 from tandem.workers.warm_up import WarmUp, tuning_workload
@@ -257,15 +258,15 @@ async def _nothing_waits(block_ids: list[int]) -> None:
 
 def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[ModelConfig, KVCache, ModelRunner]:
     """Everything that takes memory or time: weights, KV pool, kernels, recorded steps. Blocking. Raises `UserError`."""
-    warm_up = warm_up or WarmUp(logger.debug)
+    try:
+        return _load(config, warm_up or WarmUp(logger.debug))
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"the GPU's memory does not hold this: {next(iter(str(error).splitlines()), '')}") from error
+
+
+def _load(config: WorkerConfig, warm_up: WarmUp) -> tuple[ModelConfig, KVCache, ModelRunner]:
     model = check_model(config.model_path)
-    dtype = getattr(torch, config.dtype)
-    num_blocks = num_blocks_for(config.kv_cache_memory_bytes, model, config.block_size, dtype)
-    if num_blocks * config.block_size < config.max_model_len:
-        raise UserError(
-            f"kv_cache_memory_bytes holds {num_blocks * config.block_size} tokens, but max_model_len is "
-            f"{config.max_model_len}: raise the first or lower the second"
-        )
+    num_blocks, dtype = first_num_blocks(config, model), getattr(torch, config.dtype)
     with warm_up.phase("preparing kernels"):
         ops = create_ops(config.device, warm_up.tell, config.cpu_level)
     with warm_up.phase("loading weights"), torch.inference_mode():
@@ -287,6 +288,11 @@ def load_runner(config: WorkerConfig, warm_up: WarmUp | None = None) -> tuple[Mo
     if config.device != "cpu":  # whose kernels are compiled by now
         with warm_up.phase("dry prompts"):
             runner.rehearse(warm_up.advance)
+    if config.kv_cache_memory_bytes is None:
+        with warm_up.phase("sizing the KV cache"):
+            kv_cache = full_cache(config, model, kv_cache)
+            runner.use_cache(kv_cache)
+            runner.record(warm_up.advance)
     logger.info("warm-up: %s", warm_up.summary())
     return model, kv_cache, runner
 
