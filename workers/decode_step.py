@@ -27,7 +27,7 @@ from tandem.kernels.ops import Ops, Sampled, StepLayout
 from tandem.kernels.queue import Mark, Queue
 from tandem.workers.batch import Batch, BatchItem, SampleSpec
 from tandem.workers.decode_inputs import DecodeInputs
-from tandem.workers.step_inputs import has_penalties, used_blocks
+from tandem.workers.step_inputs import has_penalties, seeds_of, used_blocks
 
 _Arrays = dict[str, npt.NDArray[np.int64]]
 
@@ -187,7 +187,7 @@ class DecodeSteps:
         arrays["top_k"][:count] = [one.top_k for one in params]
         arrays["top_p"][:count] = [one.top_p for one in params]
         arrays["min_p"][:count] = [one.min_p for one in params]
-        arrays["seed"][:count] = np.array([one.seed & ((1 << 64) - 1) for one in params], np.uint64).view(np.int64)
+        arrays["seed"][:count] = seeds_of(params)
         arrays["choice"][:count] = [spec.choice for spec in specs]
 
 

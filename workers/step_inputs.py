@@ -96,14 +96,13 @@ def build_sampling(
     not None, and `sampled`: what the step before did."""
     follows = follows or [None] * len(specs)
     params = [spec.params for spec in specs]
-    seeds = np.array([one.seed & _UINT64 for one in params], np.uint64).view(np.int64)
     logprob_rows = [row for row, one in enumerate(params) if one.num_logprobs is not None]
     inputs = SamplingInputs(
         temperature=torch.tensor([one.temperature for one in params], dtype=torch.float32),
         top_k=torch.tensor([one.top_k for one in params]),
         top_p=torch.tensor([one.top_p for one in params], dtype=torch.float32),
         min_p=torch.tensor([one.min_p for one in params], dtype=torch.float32),
-        seed=torch.from_numpy(seeds),
+        seed=torch.from_numpy(seeds_of(params)),
         choice=torch.tensor([spec.choice for spec in specs]),
         position=torch.tensor([spec.position for spec in specs]),
         penalties=_build_penalties(specs, follows),
@@ -176,6 +175,11 @@ def _history(spec: SampleSpec, follows: int | None) -> Sequence[int]:
     if not has_penalties(spec.params):
         return ()
     return spec.token_ids if follows is None else [*spec.token_ids, 0]
+
+
+def seeds_of(params: Sequence[SamplingParams]) -> npt.NDArray[np.int64]:
+    """int64 [num_params]: the 64 bits of each seed, whatever its sign."""
+    return np.array([one.seed & _UINT64 for one in params], np.uint64).view(np.int64)
 
 
 def has_penalties(params: SamplingParams) -> bool:
