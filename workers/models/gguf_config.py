@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from gguf.constants import TokenType
 
 from tandem.workers.models.gguf_file import GgufFile
 
@@ -16,7 +17,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 """Control tokens that end an answer whatever eos_token_id says: chat files often name only one of two."""
-_CONTROL = 3
 _POOLING = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 """pooling_type, in the words of sentence-transformers. 0 is none."""
 _FACTOR_TOLERANCE = 1e-4
@@ -68,7 +68,7 @@ def end_token_ids(file: GgufFile) -> list[int]:
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     types = file.metadata.get("tokenizer.ggml.token_type", [])
     named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    control = {token: index for index, (token, kind) in enumerate(zip(tokens, types)) if kind == _CONTROL}
+    control = {token: index for index, (token, kind) in enumerate(zip(tokens, types)) if kind == TokenType.CONTROL}
     known = [control[token] for token in _END_TOKENS if token in control]
     return list(dict.fromkeys([*(index for index in named if index is not None), *known]))
 

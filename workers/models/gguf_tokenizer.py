@@ -10,12 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tandem.workers.models.gguf_config import pooling_of
 from tandem.workers.models.gguf_file import GgufFile
-
-_CONTROL, _USER_DEFINED = 3, 4
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -194,8 +193,8 @@ def _add_special_tokens(file: GgufFile, tokenizer: Tokenizer) -> None:
     """Control tokens are never cut nor made by merging; user-defined ones are plain text that is kept whole."""
     kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
         for token, kind in zip(_tokens(file), kinds)
-        if kind in (_CONTROL, _USER_DEFINED)
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
