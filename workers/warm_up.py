@@ -1,13 +1,9 @@
-"""What a worker does before it serves, phase by phase: load, compile, tune or read, capture, one dry step per bucket.
+"""What a worker does before it serves, phase by phase: load, tune or read what was tuned, record steps.
 
 warm_up = WarmUp(on_progress)
-with warm_up.phase("loading weights"):
-    ...
+with warm_up.phase("recording steps"):
+    warm_up.advance(done, total)           now and then
 report = warm_up.tune(ops, workload, cache_path, deadline_s=60)
-with warm_up.phase("capturing steps"):
-    for done, bucket in enumerate(buckets):
-        warm_up.advance(done, len(buckets))
-        ...
 logger.info("warm-up: %s", warm_up.summary())
 """
 
@@ -91,7 +87,7 @@ class WarmUp:
         self.tell(f"{self._current}: {percent} %" if percent else self._current)
 
     def tune(
-        self, ops: Ops, workload: TuningWorkload, cache_path: Path | None, *, deadline_s: float, force: bool = False
+        self, ops: Ops, workload: TuningWorkload, cache_path: Path | None, *, deadline_s: float
     ) -> TuningReport | None:
         """The phase of the autotuner: `ops` then uses what was chosen. None: this backend has nothing to tune."""
         if not isinstance(ops, TunableOps):
@@ -103,7 +99,6 @@ class WarmUp:
                 cache_path,
                 deadline_s=deadline_s,
                 progress=self._tell_tuning,
-                force=force,
             )
         ops.use_choices(report.choices)
         left = report.count("default")
