@@ -116,13 +116,13 @@ def refused(message: str) -> TransferError:
     return TransferError(message, reason="refused")
 
 
-async def undisturbed(pull: Coroutine[Any, Any, None]) -> None:
-    """Run a pull to its end even if the awaiting task is cancelled meanwhile, then let the cancellation go on.
+async def undisturbed(copying: Coroutine[Any, Any, None]) -> None:
+    """Run a copy to its end even if the awaiting task is cancelled meanwhile, then let the cancellation go on.
 
     A copy cannot be recalled: were the caller to give its blocks away at once, bytes would land in somebody else's.
-    An error of the pull (`PullTimeout` above all) is raised in place of the cancellation.
+    An error of the copy (`PullTimeout` above all) is raised in place of the cancellation.
     """
-    task = asyncio.ensure_future(pull)
+    task = asyncio.ensure_future(copying)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
