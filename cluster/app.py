@@ -30,6 +30,7 @@ import msgspec
 import uvloop
 
 from tandem.cluster.actors import IndexSettings
+from tandem.cluster.background import in_background
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.gateway_pool import bind_public, open_gateway
 from tandem.cluster.guard import end_processes, guarded, this_family
@@ -216,7 +217,7 @@ class _Cluster:
 
     def _watch_ray(self) -> RayWatch:
         watch = watch_of_this_ray(self.lost, is_own=self._config.address is None)
-        watching = asyncio.create_task(watch.watch(), name="watch Ray")
+        watching = in_background(watch.watch(), name="watch Ray")
         self._stack.callback(watching.cancel)
         return watch
 
@@ -278,7 +279,7 @@ class _Cluster:
             return [link.snapshot for link in gateway.workers.ready() if link.snapshot is not None]
 
         if bounds := _growing_pools(resolved.cluster):
-            following = asyncio.create_task(follow_load(supervisor, snapshots, bounds), name="scaling")
+            following = in_background(follow_load(supervisor, snapshots, bounds), name="scaling")
             self._stack.callback(following.cancel)
 
     def _on_phase(self, part: str, phase: str) -> None:

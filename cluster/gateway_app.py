@@ -19,6 +19,7 @@ import httpx
 import msgspec
 import uvloop
 
+from tandem.cluster.background import in_background
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.following import POLL_S, ClusterAnswer, LauncherSight, client_of, fetch, follow
 from tandem.cluster.gateway_pool import bind_public, open_gateway
@@ -55,20 +56,18 @@ async def _serve(config: ClusterConfig, cluster_url: str) -> None:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return
-        gateway, following = starting.result()
+        gateway = starting.result()
         sys.stdout.write(
             f"ready: {gateway.config.model_name} at {url_of(public)}/v1 (gateway; admin {url_of(admin)})\n"
         )
         sys.stdout.flush()
         await stopping
         await gateway.stop(drain_s=config.drain_timeout)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 async def _start(
     config: ClusterConfig, client: httpx.AsyncClient, public: socket, admin: socket, stack: AsyncExitStack
-) -> tuple[Gateway, asyncio.Task[None]]:
+) -> Gateway:
     """Wait for the launcher, then make the same gateway as it has, and follow its list."""
     answer = await _first_answer(client)
     model = await asyncio.to_thread(resolve_model, config.model, dtype=config.dtype)
@@ -91,10 +90,11 @@ async def _start(
     gateway = await open_gateway(settings, config, public, admin, stack)
     sight = LauncherSight()
     gateway.watch_control_plane(sight.reasons)
-    following = asyncio.create_task(follow(client, gateway.workers, sight=sight), name="follow the launcher")
+    following = in_background(follow(client, gateway.workers, sight=sight), name="follow the launcher")
+    stack.callback(following.cancel)
     if config.gateways > 1:
         await gateway.wait_ready()
-    return gateway, following
+    return gateway
 
 
 async def _first_answer(client: httpx.AsyncClient) -> ClusterAnswer:

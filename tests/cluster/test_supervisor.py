@@ -149,7 +149,7 @@ async def test_a_bug_that_ends_the_watch_over_a_worker_is_heard(
     monkeypatch.setattr(slot, "wait_end", stumble)
     story = Story([slot])
     await story.supervisor.start()
-    await story.until(lambda: "decode-0 is looked after no longer" in caplog.text)
+    await story.until(lambda: "keep decode-0 alive: this goes on no longer" in caplog.text)
     assert "nobody thought of this" in caplog.text
     await story.supervisor.stop()
 
