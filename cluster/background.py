@@ -11,8 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def in_background(work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-    """`work` as a task that goes on until it is cancelled. An error that ends it is logged: nobody else would hear of
-    it."""
+    """`work` as a task. An error that ends it is logged: nobody else would hear of it."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_error)
     return task

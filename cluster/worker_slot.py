@@ -64,9 +64,7 @@ class WorkerSlot:
         except RayError as error:
             raise WorkerUnavailable(f"{self.config.worker_id}: {reason_of(error)}") from error
         self._process = None
-        self._listening = in_background(
-            self._relay_warnings(self._actor), name=f"warnings of {self.config.worker_id}"
-        )
+        self._listening = in_background(self._relay_warnings(self._actor), name=f"warnings of {self.config.worker_id}")
         poll = asyncio.create_task(self._poll_phase(on_phase))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
