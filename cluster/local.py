@@ -15,7 +15,7 @@ from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine
 from tandem.workers.errors import RequestError, UserError
 from tandem.workers.kv_cache import num_blocks_for
-from tandem.workers.server import identity_of, load_runner
+from tandem.workers.load import identity_of, load_runner
 from tandem.workers.types import Request, SamplingParams
 
 MAX_CONTEXT = 8192

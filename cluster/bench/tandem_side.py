@@ -29,11 +29,11 @@ from tandem.workers.batch import Batch, BatchItem, SampledToken, SampleSpec, Ste
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine import Engine
 from tandem.workers.kv_cache import KVCache
+from tandem.workers.load import identity_of, load_runner
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.checkpoint import check_model
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.weights import LayerWeights, ModelWeights
-from tandem.workers.server import identity_of, load_runner
 from tandem.workers.steps import StepOutput, StepTimes
 from tandem.workers.transfer.base import NUM_PROBE_BLOCKS
 from tandem.workers.types import Request, SamplingParams
