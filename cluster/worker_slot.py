@@ -170,7 +170,9 @@ async def tell_end(config: WorkerConfig, end: WorkerEnd) -> None:
     lines = end.traceback.splitlines() if end.traceback is not None else await _last_lines_of(end.process)
     logger.warning(
         "%s epoch %d has ended: %s%s",
-        *(config.worker_id, config.epoch, end.reason),
+        config.worker_id,
+        config.epoch,
+        end.reason,
         "".join(f"\n  | {line}" for line in lines),
         extra={"fields": {"worker": config.worker_id, "epoch": config.epoch}},
     )

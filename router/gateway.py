@@ -91,10 +91,16 @@ class Gateway:
         closing: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
         self._grammars = GrammarChecker(self.config.tokenizer_folder, tokenizer.vocab_size, tokenizer.eos_token_ids)
         self._house = House(
-            *(self.config, tokenizer, dispatcher, self.admission, self.gate, self.metrics, closing),
-            self._grammars,
-            self.journeys,
-            read_pooling(self.config.tokenizer_folder),
+            config=self.config,
+            tokenizer=tokenizer,
+            dispatcher=dispatcher,
+            admission=self.admission,
+            gate=self.gate,
+            metrics=self.metrics,
+            closing=closing,
+            grammars=self._grammars,
+            journeys=self.journeys,
+            pooling=read_pooling(self.config.tokenizer_folder),
         )
 
     def _load_tokenizer(self) -> Tokenizer:

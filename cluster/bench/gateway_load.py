@@ -109,10 +109,9 @@ class Load:
     async def open(self, order: dict[str, Any]) -> dict[str, Any]:
         """Open streams, `at_once` at a time; returns when all have begun."""
         host, port = order["host"], order["port"]
+        extras = order.get("extras", {})
         request = chat_request(
-            f"{host}:{port}",
-            *(order["model"], order["words"], order["max_tokens"], order.get("extras", {})),
-            stream=True,
+            f"{host}:{port}", order["model"], order["words"], order["max_tokens"], extras, stream=True
         )
         gate = asyncio.Semaphore(order["at_once"])
 
@@ -152,9 +151,8 @@ class Load:
     async def repeat(self, order: dict[str, Any]) -> dict[str, Any]:
         """Whole requests one after another on one connection."""
         host, port = order["host"], order["port"]
-        request = chat_request(
-            f"{host}:{port}", *(order["model"], order["words"], 1, order.get("extras", {})), stream=False
-        )
+        extras = order.get("extras", {})
+        request = chat_request(f"{host}:{port}", order["model"], order["words"], 1, extras, stream=False)
         reader, writer = await asyncio.open_connection(host, port)
         began = time.monotonic()
         for _ in range(order["requests"]):

@@ -99,7 +99,7 @@ def _names(reads: Sequence[Read]) -> str:
 
 def _shown(position: int, embedding: bytes, plan: EmbeddingPlan) -> msgspec.Raw:
     if plan.num_dimensions is not None:
-        embedding = shortened(embedding, plan.num_dimensions)
+        embedding = cut(embedding, plan.num_dimensions)
     shown = b64encode(embedding).decode("ascii") if plan.is_base64 else _numbers(embedding)
     return msgspec.Raw(encode_json({"object": "embedding", "index": position, "embedding": shown}))
 
@@ -108,7 +108,7 @@ def _numbers(embedding: bytes) -> tuple[float, ...]:
     return struct.unpack(f"<{len(embedding) // 4}f", embedding)
 
 
-def shortened(embedding: bytes, num_dimensions: int) -> bytes:
+def cut(embedding: bytes, num_dimensions: int) -> bytes:
     """The first numbers, at length 1 again. All zeros stay so."""
     numbers = _numbers(embedding)[:num_dimensions]
     length = math.sqrt(math.fsum(number * number for number in numbers)) or 1.0

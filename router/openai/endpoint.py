@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,16 @@ from tandem.router.admission import Admission, Gate
 from tandem.router.config import GatewayConfig
 from tandem.router.direct_write import direct_writer
 from tandem.router.dispatch import Dispatcher, Generation, enter_together, run_all
-from tandem.router.errors import ApiError, Cancelled, ClientDisconnected, bad_request, internal_error, too_slow
+from tandem.router.errors import (
+    MAX_PARAM_CHARACTERS,
+    ApiError,
+    Cancelled,
+    ClientDisconnected,
+    bad_request,
+    internal_error,
+    shortened,
+    too_slow,
+)
 from tandem.router.form import Form, Naming
 from tandem.router.grammar_check import GrammarChecker
 from tandem.router.http import caller, check_json, header, read_body, request_id, send_error, until_disconnect
@@ -62,7 +71,7 @@ def openai_error(error: ApiError) -> Mapping[str, Any]:
     return error.body()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class House:
     """What all endpoints of one gateway share."""
 
@@ -75,8 +84,8 @@ class House:
     closing: asyncio.Future[ApiError]
     """Done when requests that still run must be ended, with what to tell their clients."""
     grammars: GrammarChecker
-    journeys: JourneyLog = field(default_factory=JourneyLog)
-    pooling: Pooling = field(default_factory=Pooling)
+    journeys: JourneyLog
+    pooling: Pooling
     """What the model's files say of its embeddings."""
 
 
@@ -240,7 +249,7 @@ async def _check_grammar(grammars: GrammarChecker, plan: Plan) -> None:
 def check_model(model: str, config: GatewayConfig) -> None:
     """Raises `ApiError` 404 for a model that is not the one served here."""
     if model != config.model_name:
-        shown = model if len(model) <= 100 else model[:100] + "..."
+        shown = shortened(model, MAX_PARAM_CHARACTERS)
         raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
 
 

@@ -10,10 +10,10 @@ from pydantic_core import from_json
 from tandem.router.errors import bad_request
 from tandem.router.grammar import choice_grammar, json_object_grammar, json_schema_grammar, regex_grammar
 from tandem.router.openai.wire import WireModel
+from tandem.workers.grammar import MAX_GRAMMAR_CHARS
 
 MAX_CHOICES = 1024
-MAX_GRAMMAR_CHARACTERS = 1 << 18
-Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 
 
 class JsonSchema(WireModel):

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.router.cost_model import RequestView, Speeds, WorkerView
 from tandem.router.embedding import choose_reader
-from tandem.router.openai.embedding_endpoint import shortened
+from tandem.router.openai.embedding_endpoint import cut
 from tandem.router.scripted_worker import ScriptedWorker, scripted_embedding
 from tandem.workers.protocol import Cancel, Embed, Failed, Message
 from tandem.workers.types import CachedTokens
@@ -67,7 +67,7 @@ async def test_dimensions(open_house: Any) -> None:
     assert math.isclose(math.hypot(*one.embedding), 1, abs_tol=1e-6)
     full = await house.client.embeddings.create(model="tiny", input=[5, 6], dimensions=8)
     assert full.data[0].embedding == vector([5, 6])
-    assert shortened(struct.pack("<2f", 0.0, 1.0), 1) == struct.pack("<f", 0.0)
+    assert cut(struct.pack("<2f", 0.0, 1.0), 1) == struct.pack("<f", 0.0)
 
 
 @pytest.mark.parametrize(
