@@ -12,18 +12,16 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem.workers.beams import Answer
+from tandem.workers.active_request import ActiveRequest
 from tandem.workers.connection import Connection
 from tandem.workers.embedder import Embedder
 from tandem.workers.engine import Engine
-from tandem.workers.errors import PairingError, ProtocolError, RequestError, TransferError, WorkerUnavailable
+from tandem.workers.errors import PairingError, ProtocolError, RequestError, WorkerUnavailable
 from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache
-from tandem.workers.handover import Delivered, Handover
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.peers import Peers
 from tandem.workers.promises import Promises
@@ -32,7 +30,6 @@ from tandem.workers.protocol import (
     Cancel,
     Failed,
     FinishChoice,
-    NeedPrefill,
     Pair,
     Paired,
     Started,
@@ -40,42 +37,17 @@ from tandem.workers.protocol import (
     Tokens,
     UsePrefill,
 )
+from tandem.workers.receiver import Receiver
 from tandem.workers.sequence import Sequence
 from tandem.workers.steps import StepOutput
 from tandem.workers.tasks import Tasks
-from tandem.workers.transfer.base import PullTimeout
-from tandem.workers.types import KVSource, Request, TokenChunk, WorkerAddress
+from tandem.workers.types import KVSource, TokenChunk, WorkerAddress
 
 logger = logging.getLogger(__name__)
 
 PAIRING_ATTEMPTS = 5
 PAIRING_PAUSE_S = 1.0
 """A first pull may fail while the other side is busy starting; a difference between the two is final at once."""
-NEED_PREFILL_TIMEOUT_S = 5.0
-"""How long the gateway may think about another prefill worker before this one reads the prompt itself."""
-
-
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
-    """A request that this worker owns. `engine_id` is its name inside this worker: two gateways may use the same id."""
-
-    connection: Connection
-    request: Request
-    engine_id: str
-    prefill: WorkerAddress | None
-    """Who is to read the prompt, as far as anybody else is."""
-    source: KVSource | None
-    """Whence the beginning may be fetched by whoever reads the prompt."""
-    sequences: list[Sequence] = field(default_factory=list)
-    open_choices: set[int] = field(default_factory=set)
-    is_started: bool = False
-    deadline: asyncio.TimerHandle | None = None
-    fills: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """By choice. Mostly one: others find the prompt here, and only a long answer to continue is fetched as well."""
-    delivered: Delivered | None = None
-    """The first choice's."""
-    replacement: asyncio.Future[WorkerAddress | None] | None = None
-    """Set while the gateway is asked for another prefill worker."""
 
 
 class DecodeWorker:
@@ -99,6 +71,7 @@ class DecodeWorker:
         self.metrics = metrics
         self.embedder = embedder
         filler.source_of = self._source_of
+        self._receiver = Receiver(address, engine, filler, peers)
         self._requests: dict[tuple[Connection, str], ActiveRequest] = {}
         self._by_engine_id: dict[str, ActiveRequest] = {}
         self._numbers = itertools.count()
@@ -119,10 +92,8 @@ class DecodeWorker:
                 if active := self._requests.get((connection, message.request_id)):
                     self._finish_choice(active, message.choice)
             case UsePrefill():
-                active = self._requests.get((connection, message.request_id))
-                if active is not None and active.replacement is not None and not active.replacement.done():
-                    active.source = message.source
-                    active.replacement.set_result(message.prefill)
+                if active := self._requests.get((connection, message.request_id)):
+                    active.use_prefill(message)
             case Pair():
                 for address in message.prefill:
                     self._tasks.spawn(self._pair(connection, address), f"pair with {address.worker_id}")
@@ -162,12 +133,12 @@ class DecodeWorker:
                 self._fail(active, output.error, retryable=output.is_retryable, code=code)
             elif output.answers:
                 self._start(active)
-                answers = tuple(_whole_chunk(active, answer) for answer in output.answers)
+                answers = tuple(active.whole_chunk(answer) for answer in output.answers)
                 active.connection.post(Tokens(chunks=answers))  # alone: their logprobs may fill a frame
                 self._forget(active)
             elif output.token is not None:
                 self._start(active)
-                chunks[active.connection].append(_chunk(active, output))
+                chunks[active.connection].append(active.chunk(output))
                 if output.finish_reason is not None:
                     self._close_choice(active, output.sequence.choice)
         for connection, batch in chunks.items():
@@ -315,68 +286,11 @@ class DecodeWorker:
         if not await self.filler.fill(sequence, active.request.salt):
             return
         if sequence.wants_remote and sequence.num_uncomputed > self.engine.config.local_prefill_tokens:
-            await self._receive(active, sequence)
+            output = await self._receiver.receive(active, sequence)
+            if output is not None:
+                self.on_outputs([output])
         else:
             self.engine.handover_abandoned(sequence, sequence.num_computed)
-
-    async def _receive(self, active: ActiveRequest, sequence: Sequence) -> None:
-        """Get the sequence's KV from one prefill worker after another; if none can, compute it here."""
-        for attempt in itertools.count():
-            if active.prefill is None:
-                break
-            handover = self._handover(f"{active.engine_id}.{sequence.choice}.{attempt}", active, sequence)
-            try:
-                delivered = await handover.run(self.peers, active.prefill)
-            except TransferError as error:
-                self.filler.count_failure(f"handover of request {active.request.request_id}", error)
-                if isinstance(error, PullTimeout) and not self.filler.set_aside(sequence, handover.pulling, error):
-                    active.prefill = None
-                    return  # back in the queue: it computes everything here
-                if sequence.is_finished:
-                    return
-                active.prefill = await self._next_prefill(active, error)
-            else:
-                if sequence is active.sequences[0]:
-                    active.delivered = delivered
-                output = self.engine.handover_finished(sequence, delivered.first_token, delivered.prompt_logprobs)
-                if output is not None:
-                    self.on_outputs([output])
-                return
-        self.engine.handover_abandoned(sequence, sequence.num_computed)
-
-    def _handover(self, handover_id: str, active: ActiveRequest, sequence: Sequence) -> Handover:
-        return Handover(
-            handover_id,
-            sequence,
-            active.request.salt,
-            self.filler.reader,
-            source=self._best_source(active, sequence),
-            pull_timeout_s=self.engine.config.pull_timeout_s,
-        )
-
-    def _best_source(self, active: ActiveRequest, sequence: Sequence) -> KVSource | None:
-        """Where the prefill worker finds more of this prompt than with itself: perhaps here, an earlier answer above
-        all."""
-        num_here = sequence.num_computed // self.engine.config.block_size
-        if num_here == 0 or (active.source is not None and active.source.num_blocks > num_here):
-            return active.source
-        return KVSource(address=self.address, num_blocks=num_here)
-
-    async def _next_prefill(self, active: ActiveRequest, error: TransferError) -> WorkerAddress | None:
-        """Who else? Only a worker that is lost or refuses is replaced; after any other failure we compute here."""
-        if error.reason not in ("disconnect", "refused", "timeout") or active.prefill is None:
-            return None
-        if active.replacement is None or active.replacement.done():
-            active.replacement = asyncio.get_running_loop().create_future()
-            question = NeedPrefill(
-                request_id=active.request.request_id, failed_worker=active.prefill.worker_id, reason=error.reason
-            )
-            active.connection.post(question)
-        try:
-            async with asyncio.timeout(NEED_PREFILL_TIMEOUT_S):
-                return await asyncio.shield(active.replacement)
-        except TimeoutError:
-            return None
 
     async def _pair(self, connection: Connection, address: WorkerAddress) -> None:
         for remaining in reversed(range(PAIRING_ATTEMPTS)):
@@ -393,25 +307,3 @@ class DecodeWorker:
         connection.post(
             Paired(prefill_worker=address.worker_id, transport=path.transport, gigabytes_per_s=path.gigabytes_per_s)
         )
-
-
-def _whole_chunk(active: ActiveRequest, answer: Answer) -> TokenChunk:
-    return TokenChunk(
-        request_id=active.request.request_id,
-        choice=answer.choice,
-        token_ids=answer.token_ids,
-        finish_reason=answer.finish_reason,
-        logprobs=answer.logprobs,
-    )
-
-
-def _chunk(active: ActiveRequest, output: StepOutput) -> TokenChunk:
-    assert output.token is not None
-    logprobs = output.token.logprobs
-    return TokenChunk(
-        request_id=active.request.request_id,
-        choice=output.sequence.choice,
-        token_ids=(output.token.token_id,),
-        finish_reason=output.finish_reason,
-        logprobs=None if logprobs is None else (logprobs,),
-    )
