@@ -14,7 +14,7 @@ from tandem.router.accounts import Charge, WorkerAccount
 from tandem.router.errors import ApiError, internal_error, too_slow
 from tandem.router.journey import current_journey, mark
 from tandem.router.policy import RequestView, Route, pick_prefill
-from tandem.router.workers import WorkerLost
+from tandem.router.workers import Event, WorkerLost
 from tandem.workers.protocol import Cancel, Failed, FinishChoice, NeedPrefill, Started, Submit, UsePrefill
 from tandem.workers.types import Request, TokenChunk, WorkerAddress
 
@@ -97,42 +97,40 @@ class Attempt:
 
     async def _listen(self, sink: Sink) -> str | None:
         while True:
-            chunks: list[TokenChunk] = []
-            reason: str | None = None
-            failure: ApiError | None = None
-            for event in await self._mailbox.take():
-                match event:
-                    case TokenChunk():
-                        chunks.append(event)
-                    case Started():
-                        self._release_reader()
-                        start = self._generation.without_own_kv(event)
-                        self._count_start(start)
-                        _mark_start(start)
-                        await sink.started(start)
-                    case NeedPrefill():
-                        self._use_another_prefill(event)
-                    case Failed(retryable=True):
-                        self._running.clear()
-                        reason = "refused"
-                    case Failed():
-                        self._running.clear()
-                        failure = translated(event)
-                    case WorkerLost():
-                        self._running.clear()
-                        reason = "decode_lost"
-            if chunks:
-                await self._pass_on(chunks, sink)
+            events, end = await self._mailbox.take(), None
+            for event in events:
+                if end is None and not isinstance(event, TokenChunk):
+                    end = await self._react(event, sink)
+            await self._pass_on([event for event in events if isinstance(event, TokenChunk)], sink)
             if self._bug is not None:
                 raise self._bug
             if self._generation.is_finished:
                 return None
-            if failure is not None:
-                raise failure
-            if reason is not None:
-                return reason
+            if isinstance(end, ApiError):
+                raise end
+            if end is not None:
+                return end
             if not self._is_open and self._mailbox.is_empty:
                 return PAUSED
+
+    async def _react(self, event: Event, sink: Sink) -> str | ApiError | None:
+        """To whatever is no token. How this ends the attempt, if it does: why another is needed, or the refusal."""
+        match event:
+            case Started():
+                self._release_reader()
+                start = self._generation.without_own_kv(event)
+                self._count_start(start)
+                _mark_start(start)
+                await sink.started(start)
+            case NeedPrefill():
+                self._use_another_prefill(event)
+            case Failed():
+                self._running.clear()
+                return "refused" if event.retryable else translated(event)
+            case WorkerLost():
+                self._running.clear()
+                return "decode_lost"
+        return None
 
     def _limit_waiting(self, sink: Sink, num_bytes: int) -> None:
         """Whose client does not read gets no more tokens: the worker forgets the request, and another attempt goes on
