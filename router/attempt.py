@@ -97,7 +97,8 @@ class Attempt:
 
     async def _listen(self, sink: Sink) -> str | None:
         while True:
-            events, end = await self._mailbox.take(), None
+            events = await self._mailbox.take()
+            end: str | ApiError | None = None
             for event in events:
                 if end is None and not isinstance(event, TokenChunk):
                     end = await self._react(event, sink)
