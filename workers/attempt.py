@@ -7,6 +7,7 @@ matched and the owner has confirmed that its promise held. Any failure is a `Tra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -116,8 +117,8 @@ class Attempt:
                 raise
 
     def _withdraw(self, peer: Peer) -> None:
-        """The owner need not go on, nor keep anything."""
-        if peer.is_alive:
+        """The owner need not go on, nor keep anything. It knows by itself where the link has ended."""
+        with contextlib.suppress(WorkerUnavailable):
             peer.send(Cancel(request_id=self._id))
 
     async def _next(self, inbox: Inbox, timeout_s: float | None = None) -> TicketPart | Confirmed:
