@@ -114,7 +114,7 @@ class DecodeWorker:
             self._cancel(active)
         await self.embedder.close()
         await self.promises.close()
-        await self._tasks.wait()
+        await self._tasks.cancel()
         await self.peers.close()
         await self.filler.close()
 

@@ -76,8 +76,8 @@ class Filler:
             engine.before_step = tiers.before_step
 
     async def close(self) -> None:
-        """All fills must have ended. Waits for late writers."""
-        await self._tasks.wait()
+        """All fills must have ended. A late writer may never settle, and is the transport's to stop."""
+        await self._tasks.cancel()
 
     def is_fill_faster(self, sequence: Sequence) -> bool:
         """What the scheduler asks at admission: does any source pay?"""

@@ -83,7 +83,7 @@ class PrefillWorker:
             preparing.cancel()
         await self.embedder.close()
         await self.promises.close()
-        await self._tasks.wait()
+        await self._tasks.cancel()
         await self.peers.close()
         await self.filler.close()
 
@@ -129,7 +129,7 @@ class PrefillWorker:
             return
         name = (connection, message.request_id)
         self._preparing[name] = self._tasks.spawn(self._prepare(connection, message, grammars, text), "grammar")
-        self._preparing[name].add_done_callback(lambda _: self._preparing.pop(name))
+        self._preparing[name].add_done_callback(lambda _: self._preparing.pop(name, None))
 
     async def _prepare(self, connection: Connection, message: Prefill, grammars: GrammarCache, text: str) -> None:
         """Compile the grammar, then begin."""

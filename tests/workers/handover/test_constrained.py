@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tandem.workers import masks
+from tandem.workers.protocol import Failed, Prefill, TicketPart
 from tandem.workers.types import Choice, Request
 
 EOS = 2
@@ -179,3 +180,42 @@ async def test_a_prefill_worker_forgets_what_it_was_still_compiling_for(
             await gateway.answers["r"].done.wait()
     await bench.settled()
     assert prefill.engine.is_idle
+
+
+class Hearer:
+    """A connection, as far as a role says anything to it."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def post(self, message: Any) -> bool:
+        self.heard.append(message)
+        return True
+
+
+async def test_a_prompt_that_is_asked_for_twice_while_its_grammar_is_compiled(
+    bench: Any, make_request: Callable[..., Request]
+) -> None:
+    """A peer's mistake: the second one is refused, and nothing breaks here."""
+    prefill = await bench.worker("prefill", "p")
+    request = make_request("r", 40, grammar='start: "ab"')
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    peer = Hearer()
+    question = Prefill(
+        request_id=request.request_id,
+        token_ids=request.prompt_token_ids,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        sampling=request.sampling,
+        choice=0,
+        salt="",
+    )
+    prefill.role.handle(peer, question)
+    prefill.role.handle(peer, question)
+    async with asyncio.timeout(10):
+        while not any(isinstance(heard, TicketPart) and heard.ticket.last for heard in peer.heard):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert [message.message for message in peer.heard if isinstance(message, Failed)] == ["request id 'r' is in use"]
+    prefill.role.connection_lost(peer)
+    await bench.settled()
+    assert errors == []

@@ -112,6 +112,15 @@ async def test_a_pull_that_hangs_keeps_its_blocks_in_quarantine(scene: Any) -> N
     assert scene.failures == {f'{FAILURES}{{reason="timeout"}}': 1}
 
 
+async def test_a_worker_stops_though_a_pull_hangs(scene: Any) -> None:
+    await scene.build(pull_timeout_s=0.3)
+    scene.plan.arm(Hang())
+    await scene.gateway.ask(scene.make_request("r", PROMPT_LEN), scene.behind_proxy)
+    scene.bench.servers.remove(scene.decode)
+    async with asyncio.timeout(10):
+        await scene.decode.stop()
+
+
 async def test_parts_that_come_twice(scene: Any) -> None:
     scene.proxy.answers = lambda message: [message] * (2 if isinstance(message, TicketPart) else 1)
     await scene.build()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.workers.errors import WorkerUnavailable
+from tandem.workers.protocol import Pair
 from tandem.workers.transfer.faulty import Delay, Fail, FaultPlan, FaultyTransfer
 
 
@@ -32,3 +33,16 @@ async def test_a_first_pull_that_failed_is_nothing_to_others(bench: Any) -> None
     with pytest.raises(WorkerUnavailable, match="first pull failed"):
         await unlucky.role.peers.get(lost.address)
     assert (await decode.role.peers.get(unlucky.address)).is_alive
+
+
+async def test_a_worker_that_pairs_need_not_be_waited_for(bench: Any) -> None:
+    decode = await bench.worker("decode", "d0")
+
+    async def never(address: object) -> None:
+        await asyncio.Event().wait()
+
+    decode.role.peers.get = never
+    decode.role.handle(None, Pair(prefill=(decode.address,)))
+    bench.servers.remove(decode)
+    async with asyncio.timeout(10):
+        await decode.stop()
