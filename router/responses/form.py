@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.router.errors import ApiError
 from tandem.router.events import named_event
-from tandem.router.form import Naming, Usage
+from tandem.router.form import Naming, Usage, pieces_of
 from tandem.router.openai.logprobs import chat_logprobs
 from tandem.router.openai.messages import Message
 from tandem.router.output import Answer, Delta
@@ -37,6 +37,7 @@ class ResponseForm:
         self._id = f"resp_{naming.unique_id}"
         self._output = Output()
         self._numbers = itertools.count()
+        self._is_over = False
         if asked.request.store is not False:
             asked.store.begin(self._id, asked.caller, lambda: self._response("in_progress"), naming.cancel)
 
@@ -83,10 +84,7 @@ class ResponseForm:
         return self._finished(answers[0], usage, [])
 
     def _pieces(self, delta: Delta) -> Sequence[Piece]:
-        reading = self._plan.showing.reading
-        if reading.calls is None and not reading.reasoning:
-            return [Content(delta.text)] if delta.text else []
-        return delta.pieces
+        return pieces_of(delta, self._plan.showing.reading)
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         if not self._asked.request.shows_logprobs:
@@ -116,11 +114,12 @@ class ResponseForm:
         return response
 
     def _store(self, response: Mapping[str, Any]) -> None:
+        """As it ended first: who leaves while the end is being sent, leaves a response that is whole."""
         asked = self._asked
-        asked.store.end(self._id)
-        if asked.request.store is not False:
+        if not self._is_over and asked.request.store is not False:
             messages = (*asked.messages, *_answer_messages(self._output.items))
             asked.store.put(self._id, asked.caller, response, messages)
+        self._is_over = True
 
     def _response(self, status: str) -> dict[str, Any]:
         request = self._asked.request

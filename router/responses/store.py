@@ -96,11 +96,9 @@ class ResponseStore:
         if self._shared is not None:
             self._shared.begin(name, caller, shown())
 
-    def end(self, name: str) -> None:
-        """It is not written any more. What is to be kept of it is put next."""
-        self._running.pop(name, None)
-
     def put(self, name: str, caller: str, response: Mapping[str, Any], messages: Sequence[Message]) -> None:
+        """It is not written any more: this is kept of it."""
+        self._running.pop(name, None)
         self._keep(name, caller, response, messages, self._time_to_live_s)
         if self._shared is not None:
             writing = self._shared.put(name, caller, response, messages)
@@ -203,7 +201,7 @@ class ResponseStore:
         num_characters = len(str(response)) + sum(len(str(message.content)) for message in messages)
         if num_characters > self._max_characters:
             return
-        if name in self._stored:  # whoever leaves while the end is sent ends it once more
+        if name in self._stored:
             self._forget(name)
         expires = self._clock() + time_to_live_s
         self._stored[name] = Stored(response, messages, caller, num_characters, expires)
