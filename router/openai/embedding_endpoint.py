@@ -13,14 +13,12 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.router.embedding import READERS, Read, embed
-from tandem.router.errors import bad_request
 from tandem.router.http import encode_json, send_json
 from tandem.router.journey import mark, trace_headers
 from tandem.router.openai.embeddings import EmbeddingPlan, parse
-from tandem.router.openai.endpoint import LARGE_BODY_BYTES, Endpoint, Exchange, House, check_model
+from tandem.router.openai.endpoint import Endpoint, Exchange, House, check_model, in_a_thread_if_large
 from tandem.router.tenants import cache_salt
 from tandem.router.window import Window
-from tandem.workers.errors import RequestError
 from tandem.workers.types import Request
 
 MAX_AT_ONCE = 64
@@ -36,13 +34,7 @@ class EmbeddingEndpoint(Endpoint):
 
     async def _answer(self, exchange: Exchange, body: bytes) -> None:
         house = exchange.house
-        try:
-            if len(body) < LARGE_BODY_BYTES:
-                plan = self._prepare(house, body)
-            else:
-                plan = await asyncio.to_thread(self._prepare, house, body)
-        except RequestError as error:
-            raise bad_request(f"{error}.", param=error.param) from error
+        plan = await in_a_thread_if_large(body, self._prepare, house, body)
         mark("prepared", num_prompts=len(plan.inputs), num_prompt_tokens=plan.num_tokens)
         requests = plan.requests(
             exchange.unique_id, cache_salt(house.config.cluster_key, exchange.caller, plan.cache_salt)
