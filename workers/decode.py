@@ -17,14 +17,8 @@ import msgspec
 
 from tandem.workers.active_request import ActiveRequest
 from tandem.workers.connection import Connection
-from tandem.workers.embedder import Embedder
-from tandem.workers.engine import Engine
 from tandem.workers.errors import PairingError, ProtocolError, RequestError, WorkerUnavailable
-from tandem.workers.fill import Filler
 from tandem.workers.grammar import GrammarCache
-from tandem.workers.metrics import WorkerMetrics
-from tandem.workers.peers import Peers
-from tandem.workers.promises import Promises
 from tandem.workers.protocol import (
     AnyMessage,
     Cancel,
@@ -38,9 +32,9 @@ from tandem.workers.protocol import (
     UsePrefill,
 )
 from tandem.workers.receiver import Receiver
+from tandem.workers.role import Role, Services
 from tandem.workers.sequence import Sequence
 from tandem.workers.steps import StepOutput
-from tandem.workers.tasks import Tasks
 from tandem.workers.types import KVSource, TokenChunk, WorkerAddress
 
 logger = logging.getLogger(__name__)
@@ -50,37 +44,18 @@ PAIRING_PAUSE_S = 1.0
 """A first pull may fail while the other side is busy starting; a difference between the two is final at once."""
 
 
-class DecodeWorker:
-    """Answers gateways. Runs on the worker's event loop, next to the engine that it feeds."""
+class DecodeWorker(Role):
+    """Answers gateways."""
 
-    def __init__(
-        self,
-        address: WorkerAddress,
-        engine: Engine,
-        promises: Promises,
-        filler: Filler,
-        peers: Peers,
-        metrics: WorkerMetrics,
-        embedder: Embedder,
-    ) -> None:
+    name = "decode"
+
+    def __init__(self, services: Services, address: WorkerAddress) -> None:
+        super().__init__(services)
         self.address = address
-        self.engine = engine
-        self.promises = promises
-        self.filler = filler
-        self.peers = peers
-        self.metrics = metrics
-        self.embedder = embedder
-        filler.source_of = self._source_of
-        self._receiver = Receiver(address, engine, filler, peers)
+        self._receiver = Receiver(address, self.engine, self.filler, self.peers)
         self._requests: dict[tuple[Connection, str], ActiveRequest] = {}
         self._by_engine_id: dict[str, ActiveRequest] = {}
         self._numbers = itertools.count()
-        self._tasks = Tasks()
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.promises.run())
-            group.create_task(self.peers.run())
 
     def handle(self, connection: Connection, message: AnyMessage) -> None:
         match message:
@@ -97,26 +72,18 @@ class DecodeWorker:
             case Pair():
                 for address in message.prefill:
                     self._tasks.spawn(self._pair(connection, address), f"pair with {address.worker_id}")
-            case _ if self.embedder.try_handle(connection, message):
-                return
-            case _ if not self.promises.try_handle(connection, message):
-                raise ProtocolError(f"a decode worker does not take {type(message).__name__}")
+            case _:
+                super().handle(connection, message)
 
     def connection_lost(self, connection: Connection) -> None:
         for active in [active for active in self._requests.values() if active.connection is connection]:
             self._cancel(active)
-        self.embedder.connection_lost(connection)
-        self.promises.connection_lost(connection)
+        super().connection_lost(connection)
 
     async def close(self) -> None:
-        """End what is under way; blocks that a pull may still write stay unused, since the worker is going."""
         for active in list(self._requests.values()):
             self._cancel(active)
-        await self.embedder.close()
-        await self.promises.close()
-        await self._tasks.cancel()
-        await self.peers.close()
-        await self.filler.close()
+        await super().close()
 
     def on_outputs(self, outputs: list[StepOutput]) -> None:
         """A step ended: one frame per gateway connection carries the tokens of all its requests."""
@@ -145,14 +112,10 @@ class DecodeWorker:
             connection.post(Tokens(chunks=tuple(batch)))
 
     def on_incoming(self, sequence: Sequence) -> None:
-        """The engine admitted a sequence whose KV is elsewhere, or is to be computed elsewhere."""
         if self.embedder.try_fill(sequence):
             return
         active = self._by_engine_id[sequence.request_id]
-        fill = self._tasks.spawn(self._fill(active, sequence), f"fill {sequence.request_id}")
-        # However it ends, even before it began: a cancelled sequence's blocks are given back when no pull is left.
-        fill.add_done_callback(lambda _: self.engine.release_incoming(sequence))
-        active.fills[sequence.choice] = fill
+        active.fills[sequence.choice] = self._spawn_fill(sequence, self._fill(active, sequence))
 
     # A request's beginning and end
 

@@ -13,19 +13,14 @@ import asyncio
 from dataclasses import dataclass
 
 from tandem.workers.connection import Connection
-from tandem.workers.embedder import Embedder
-from tandem.workers.engine import Engine
-from tandem.workers.errors import ProtocolError, RequestError
-from tandem.workers.fill import Filler
+from tandem.workers.errors import RequestError
 from tandem.workers.grammar import GrammarCache
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.metrics import WorkerMetrics
-from tandem.workers.peers import Peers
-from tandem.workers.promises import Promise, Promises
+from tandem.workers.promises import Promise
 from tandem.workers.protocol import AnyMessage, Cancel, Prefill
+from tandem.workers.role import Role, Services
 from tandem.workers.sequence import Sequence
 from tandem.workers.steps import StepOutput
-from tandem.workers.tasks import Tasks
 from tandem.workers.types import Choice, KVSource, Request, TokenChunk
 
 
@@ -38,61 +33,32 @@ class Reading:
     fill: asyncio.Task[None] | None = None
 
 
-class PrefillWorker:
-    """Answers decode workers. Runs on the worker's event loop, next to the engine that it feeds."""
+class PrefillWorker(Role):
+    """Answers decode workers."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        kv_cache: KVCache,
-        promises: Promises,
-        filler: Filler,
-        peers: Peers,
-        metrics: WorkerMetrics,
-        embedder: Embedder,
-    ) -> None:
-        self.engine = engine
+    name = "prefill"
+
+    def __init__(self, services: Services, kv_cache: KVCache) -> None:
+        super().__init__(services)
         self.kv_cache = kv_cache
-        self.promises = promises
-        self.filler = filler
-        self.peers = peers
-        self.metrics = metrics
-        self.embedder = embedder
         self._readings: dict[Sequence, Reading] = {}
         self._preparing: dict[tuple[Connection, str], asyncio.Task[None]] = {}
         """Whose grammar is being compiled."""
-        self._tasks = Tasks()
-        promises.on_ended = self._ended
-        filler.source_of = self._source_of
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.promises.run())
-            group.create_task(self.peers.run())
+        self.promises.on_ended = self._ended
 
     def handle(self, connection: Connection, message: AnyMessage) -> None:
         if isinstance(message, Prefill):
             self._take(connection, message)
         elif isinstance(message, Cancel) and (connection, message.request_id) in self._preparing:
             self._preparing[connection, message.request_id].cancel()
-        elif not self.embedder.try_handle(connection, message) and not self.promises.try_handle(connection, message):
-            raise ProtocolError(f"a prefill worker does not take {type(message).__name__}")
-
-    async def close(self) -> None:
-        for preparing in self._preparing.values():
-            preparing.cancel()
-        await self.embedder.close()
-        await self.promises.close()
-        await self._tasks.cancel()
-        await self.peers.close()
-        await self.filler.close()
+        else:
+            super().handle(connection, message)
 
     def connection_lost(self, connection: Connection) -> None:
         for (whose, _), preparing in self._preparing.items():
             if whose is connection:
                 preparing.cancel()
-        self.embedder.connection_lost(connection)
-        self.promises.connection_lost(connection)
+        super().connection_lost(connection)
 
     def on_outputs(self, outputs: list[StepOutput]) -> None:
         """A step ended: publish the blocks that it completed."""
@@ -108,13 +74,10 @@ class PrefillWorker:
                 self._publish(promise, output)
 
     def on_incoming(self, sequence: Sequence) -> None:
-        """The engine admitted a sequence whose beginning may be brought from elsewhere."""
         if self.embedder.try_fill(sequence):
             return
         reading = self._readings[sequence]
-        reading.fill = self._tasks.spawn(self._fill(sequence, reading), f"fill {sequence.request_id}")
-        # However it ends, even before it began: a cancelled sequence's blocks are given back when nobody writes them.
-        reading.fill.add_done_callback(lambda _: self.engine.release_incoming(sequence))
+        reading.fill = self._spawn_fill(sequence, self._fill(sequence, reading))
 
     # Inside
 

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -33,10 +32,10 @@ from tandem.workers.pooling import read_pooling
 from tandem.workers.prefill import PrefillWorker
 from tandem.workers.prefix_cache import CacheEvent
 from tandem.workers.promises import Promises
-from tandem.workers.protocol import AnyMessage, Ping, Pong
-from tandem.workers.sequence import Sequence
+from tandem.workers.protocol import Ping, Pong
+from tandem.workers.role import Role, Services
 from tandem.workers.speeds import SpeedMeter
-from tandem.workers.steps import StepOutput, StepTimes
+from tandem.workers.steps import StepTimes
 from tandem.workers.transfer.backends import create_transfer
 from tandem.workers.transfer.base import KVPoolMemory, Transfer
 from tandem.workers.transfer.local import LocalPools
@@ -47,17 +46,6 @@ logger = logging.getLogger(__name__)
 
 GIL_SWITCH_INTERVAL_S = 0.0005
 """The event loop waits at most this long for the thread that runs the model; Python's default is 5 ms."""
-
-
-class RoleWorker(Protocol):
-    """What the server needs of `PrefillWorker` and `DecodeWorker`."""
-
-    def handle(self, connection: Connection, message: AnyMessage) -> None: ...
-    def connection_lost(self, connection: Connection) -> None: ...
-    def on_outputs(self, outputs: list[StepOutput]) -> None: ...
-    def on_incoming(self, sequence: Sequence) -> None: ...
-    async def run(self) -> None: ...
-    async def close(self) -> None: ...
 
 
 class WorkerServer:
@@ -176,7 +164,7 @@ class WorkerServer:
         role, orders = self.config.role, self.engine.step_orders
         return {f'steps_decided_total{{role="{role}",order="{order}"}}': float(num) for order, num in orders.items()}
 
-    def _create_role(self, kv_cache: KVCache) -> RoleWorker:
+    def _create_role(self, kv_cache: KVCache) -> Role:
         config = self.config
         pool = KVPoolMemory.of(kv_cache.tensor)
         write_probe_pattern(kv_cache)
@@ -205,9 +193,10 @@ class WorkerServer:
         filler = Filler(self.address, engine, reader, peers, tiers, self._speed_meter.speeds)
         promises = Promises(self.address, engine, kv_cache, self.transfer, metrics, tiers)
         embedder = Embedder(self.address, engine, filler, metrics, read_pooling(config.model_path))
+        services = Services(engine, promises, filler, peers, metrics, embedder)
         if config.role == "prefill":
-            return PrefillWorker(engine, kv_cache, promises, filler, peers, metrics, embedder)
-        return DecodeWorker(self.address, engine, promises, filler, peers, metrics, embedder)
+            return PrefillWorker(services, kv_cache)
+        return DecodeWorker(services, self.address)
 
     async def _listen(self) -> asyncio.Server:
         try:
