@@ -282,7 +282,7 @@ class Engine(Stepper):
 
     @property
     def num_running(self) -> int:
-        return len(self.scheduler.running) + len(self.scheduler.incoming)
+        return self.scheduler.num_admitted
 
     @property
     def num_waiting(self) -> int:

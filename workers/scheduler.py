@@ -68,6 +68,11 @@ class Scheduler:
         """By order. Also those that were cancelled and whose blocks may still be written."""
         self.num_preemptions = 0
 
+    @property
+    def num_admitted(self) -> int:
+        """Sequences that own blocks to go on with: RUNNING and INCOMING ones."""
+        return len(self.running) + len(self.incoming)
+
     # The step
 
     def can_run_ahead(self) -> bool:
@@ -112,7 +117,7 @@ class Scheduler:
 
     def fork(self, sequences: SequenceOf[Sequence], forks: SequenceOf[Fork]) -> None:
         """The beams of a request go on from each other, see fork.py."""
-        room = self.max_running - len(self.running) - len(self.incoming)
+        room = self.max_running - self.num_admitted
         room += sum(sequence.status is Status.RUNNING for sequence in sequences)
         for sequence in sequences:
             if sequence.status is Status.RUNNING:
@@ -188,7 +193,7 @@ class Scheduler:
 
     def expect_held(self, sequence: Sequence, num_blocks: int) -> None:
         """So many blocks more, for lower tiers to fill (INCOMING), as far as running ones do not need them to grow."""
-        num_blocks = min(num_blocks, self.pool.num_available - len(self.running) - len(self.incoming))
+        num_blocks = min(num_blocks, self.pool.num_available - self.num_admitted)
         if num_blocks > 0:
             fresh = self.pool.allocate(num_blocks)
             self.pool.expect(fresh)
@@ -287,7 +292,7 @@ class Scheduler:
             self._preempt(victim)
 
     def _could_admit_oldest(self) -> bool:
-        if len(self.running) + len(self.incoming) >= self.max_running:
+        if self.num_admitted >= self.max_running:
             return False
         oldest = self.waiting.oldest
         return self.admission.find_room(oldest, self._headroom(oldest)) is not None
@@ -309,7 +314,7 @@ class Scheduler:
 
     def _can_admit(self, budget: int) -> bool:
         """A newcomer that reads its own prompt needs budget for a block: admitted later, it may find more cached."""
-        if not self.waiting or len(self.running) + len(self.incoming) >= self.max_running:
+        if not self.waiting or self.num_admitted >= self.max_running:
             return False
         oldest = self.waiting.oldest
         return budget >= self.block_size or oldest.wants_remote or oldest.num_source_blocks > 0
@@ -327,7 +332,7 @@ class Scheduler:
     def _headroom(self, newcomer: Sequence) -> int:
         """Blocks to leave free: one for each that may grow. Without it, an overloaded worker admits and preempts in
         turn, and computes 13 % of its tokens twice (README.md). Sequences with `hold` or `pooling` do not grow."""
-        return 0 if newcomer.hold or newcomer.pooling is not None else len(self.running) + len(self.incoming)
+        return 0 if newcomer.hold or newcomer.pooling is not None else self.num_admitted
 
     def _cut(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Append the largest chunk that fits: the rest, or up to a block border."""
