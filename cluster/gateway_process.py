@@ -42,7 +42,7 @@ _decoder = msgspec.msgpack.Decoder(Families)
 
 
 class GatewayProcess:
-    """Call `run` once: it goes on until it is cancelled. Then `terminate` and `kill` end what is there."""
+    """Call `run` once: it goes on until it is cancelled. Then `terminate` and `close` end what is there."""
 
     def __init__(self, number: int, settings: ChildSettings, on_end: Callable[[Families], None]) -> None:
         self.number = number
@@ -135,6 +135,7 @@ class GatewayProcess:
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
+        """Kill what is left, and hear no more of it. Call `terminate` and `wait_ended` before, for a clean end."""
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)

@@ -59,6 +59,7 @@ def raise_file_limit() -> None:
 
 @asynccontextmanager
 async def running_server(app: ASGIApp, listener: socket) -> AsyncIterator[None]:
+    """Serves the application on a bound socket while this context lasts. At its end running answers have a second."""
     raise_file_limit()
     server = _Server(
         uvicorn.Config(

@@ -54,6 +54,7 @@ class Placement:
 
 
 def placement_of(config: ClusterConfig) -> Placement:
+    """As configured: of this machine alone, or of the machines of a Ray that was joined."""
     ports = config.transfer_ports
     return Placement(
         strategy=config.placement.upper().replace("-", "_"),

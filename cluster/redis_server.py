@@ -54,6 +54,7 @@ class EmbeddedRedis:
         self._watch = in_background(self._keep_alive(), name="keep the embedded Redis alive")
 
     async def stop(self) -> None:
+        """Returns when it has ended: asked first, killed after 3 s."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

@@ -53,6 +53,7 @@ class Sample:
 
 
 def parse_metrics(text: str) -> dict[Series, float]:
+    """Every sample of a page of metrics. Raises `ValueError`."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)

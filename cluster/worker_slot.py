@@ -109,6 +109,7 @@ class WorkerSlot:
         self.kill()
 
     def kill(self) -> None:
+        """At once, whether it answers or not. Idempotent."""
         import ray
 
         if self._listening is not None:

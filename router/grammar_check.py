@@ -62,6 +62,7 @@ class GrammarChecker:
             raise bad_request(f"{error[:1].upper()}{error[1:]}.", param="grammar", code="invalid_grammar")
 
     async def close(self) -> None:
+        """End all helpers, and whatever they try."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()

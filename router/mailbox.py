@@ -40,6 +40,7 @@ class Mailbox:
         """Pending while the reader waits: only then is nothing that was said before still to be dealt with."""
 
     def put(self, event: Event) -> None:
+        """From the connection's reader. Never waits."""
         reader = self._reader
         if reader is not None:
             if self.express is not None and type(event) is TokenChunk and self.express(event):

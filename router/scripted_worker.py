@@ -142,6 +142,7 @@ def scripted_embedding(message: Embed) -> Embedded:
 
 
 def scripted_logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
+    """Made up, and told by the token: it is the likeliest, its successors by number come next."""
     top = tuple(range(token_id, token_id + num_logprobs))
     return TokenLogprobs(
         logprob=-0.5, top_token_ids=top, top_logprobs=tuple(-0.5 - position for position in range(num_logprobs))

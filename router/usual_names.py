@@ -81,6 +81,7 @@ def total(families: Families, family: str, sample_name: str, **labels: str) -> f
 
 
 def kv_use(families: Families) -> float:
+    """From 0 to 1, of all workers together."""
     blocks = "tandem_kv_blocks"
     num_total = total(families, blocks, blocks)
     num_taken = total(families, blocks, blocks, state="used") + total(families, blocks, blocks, state="incoming")

@@ -20,6 +20,7 @@ class Window:
 
     @asynccontextmanager
     async def holding(self, num_tokens: int) -> AsyncIterator[None]:
+        """Room for so many tokens while this context lasts, when there is some."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((num_tokens, turn))
         self._let_in()

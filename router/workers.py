@@ -271,6 +271,7 @@ class WorkerSet:
             self._drop(link)
 
     async def close(self) -> None:
+        """Forget all; their requests are told."""
         for link in self._links.values():
             self._drop(link)
         self._links.clear()

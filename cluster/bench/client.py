@@ -187,6 +187,7 @@ async def scrape_histogram(admin_url: str, name: str) -> Histogram | None:
 
 
 def parse_histogram(text: str, name: str) -> Histogram | None:
+    """A histogram of a page of metrics, summed over its labels; None if it is not there. Raises `ValueError`."""
     counts: dict[float, float] = {}
     total = 0.0
     for family in text_string_to_metric_families(text):

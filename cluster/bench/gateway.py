@@ -39,6 +39,8 @@ SETTLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayBenchOptions:
+    """What to measure."""
+
     tokenizer_folder: Path
     num_streams: int = 256
     num_workers: int = 1
@@ -106,6 +108,8 @@ class Idle:
 
 @dataclass(slots=True)
 class GatewayReport:
+    """All that was measured."""
+
     options: GatewayBenchOptions
     streaming: list[Streaming] = field(default_factory=list)
     requests: list[Requests] = field(default_factory=list)

@@ -49,6 +49,7 @@ def words(count: int) -> str:
 
 
 def measure_parts(tokenizer: Tokenizer, folder: Path, prompt_tokens: int, rounds: int) -> Parts:
+    """Each part so many times, in turn, for a chat of about `prompt_tokens` tokens. `folder`: the tokenizer's."""
     text = words(prompt_tokens)
     messages = [{"role": "user", "content": text}]
     body = msgspec.json.encode({"model": "bench", "messages": messages, "stream": True, "max_tokens": 64})

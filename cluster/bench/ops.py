@@ -46,6 +46,8 @@ class OpCount:
 
 @dataclass(frozen=True, slots=True)
 class OpsReport:
+    """One architecture: ours beside the others."""
+
     shape: str
     num_layers: int
     ours: OpCount

@@ -40,6 +40,8 @@ SERVER_BYTES_PER_BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class RouterBenchOptions:
+    """What to measure: a case for each number of workers and each length of prompt."""
+
     num_workers: tuple[int, ...] = (1, 100, 1000)
     prompt_tokens: tuple[int, ...] = (1000, 4000, 100_000)
     num_blocks: int = 1_000_000
@@ -88,6 +90,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
+    """All cases, and the index that they asked."""
+
     options: RouterBenchOptions
     index_blocks: int
     index_bytes: int

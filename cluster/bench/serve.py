@@ -97,6 +97,8 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
+    """All that was measured, request by request, and what follows from it."""
+
     options: ServeOptions
     model: str
     records: tuple[RequestRecord, ...]

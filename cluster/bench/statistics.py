@@ -87,6 +87,8 @@ class TurnFigures:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
+    """What all requests of a run come to. Latencies are of those that succeeded; durations in seconds."""
+
     num_ok: int
     num_failed: int
     errors: Mapping[str, int]
@@ -225,6 +227,7 @@ class Histogram:
         return lower_bound
 
     def percentiles(self) -> Percentiles | None:
+        """None for no observations."""
         count = self.counts[-1]
         if count <= 0:
             return None

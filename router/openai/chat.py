@@ -36,6 +36,8 @@ UNSUPPORTED: dict[str, Sequence[Any]] = {
 
 
 class ChatCompletionRequest(SharedFields):
+    """The body. Responses and Messages come down to one of these, too."""
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -56,6 +58,7 @@ class ChatCompletionRequest(SharedFields):
     service_tier: Literal["auto", "default"] | None = None
 
     def num_logprobs(self) -> int | None:
+        """Alternatives per token; None: no logprobs at all. Raises `ApiError`."""
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
@@ -63,6 +66,7 @@ class ChatCompletionRequest(SharedFields):
         return None
 
     def asked_max_tokens(self) -> int | None:
+        """By either of its names. Raises `ApiError` for both."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad_request(
                 "'max_tokens' and 'max_completion_tokens' cannot both be set.", param="max_completion_tokens"
@@ -81,6 +85,7 @@ class ChatCompletionRequest(SharedFields):
         return self.structured_outputs.to_grammar(), "structured_outputs"
 
     def question(self, tokenizer: Tokenizer) -> ChatQuestion:
+        """Raises `ApiError`."""
         names = frozenset() if tokenizer.template is None else tokenizer.template.names
         grammar, grammar_field = self.structure()
         return ChatQuestion(

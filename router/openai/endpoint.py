@@ -285,6 +285,7 @@ class Exchange:
             self.cancelled.set_result(None)
 
     def begin(self, asked: Asked, plan: Plan) -> Reply:
+        """From now on it is answered: errors are told by the reply."""
         house = self.house
         self.is_admitted = True
         naming = Naming(self.unique_id, house.config.model_name, int(time.time()), self._cancel)
