@@ -115,6 +115,8 @@ def tune(
 
 
 class _Tuning:
+    """One call of `tune`."""
+
     def __init__(
         self,
         tunables: Sequence[Tunable],

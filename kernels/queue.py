@@ -126,4 +126,5 @@ class CudaQueue:
 
 
 def queue_of(device: torch.device) -> Queue:
+    """For work on tensors of this device."""
     return CudaQueue(device) if device.type == "cuda" else HostQueue()

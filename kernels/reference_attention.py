@@ -63,6 +63,8 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
+    """A step cut into tiles: once, for all layers."""
+
     groups: list[_Group]
     tile_len: int  # positions in a query tile
     kv_tile: int  # positions in a KV tile

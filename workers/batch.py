@@ -97,6 +97,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
+    """What was chosen, and if it was asked for how likely that was."""
+
     token_id: int
     logprobs: TokenLogprobs | None
 

@@ -32,6 +32,8 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """A whole answer that is kept, until as many better ones are found."""
+
     hypothesis: Hypothesis
     score: float
     finish_reason: FinishReason

@@ -22,6 +22,8 @@ from tandem.workers.types import BlockCounts
 
 
 class BlockState(IntEnum):
+    """See the drawing above. By number: the pool's counts are a list."""
+
     FREE = 0
     CACHED = 1
     USED = 2

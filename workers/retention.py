@@ -12,11 +12,13 @@ from math import inf
 
 from tandem.workers.types import Retention
 
-DEFAULT_PRIORITY = 35
+DEFAULT_PRIORITY = Retention().priority
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
+    """One request's wish for a block, in force until that has been idle for `duration_s`."""
+
     priority: int
     duration_s: float
     """Infinite: it never falls back."""
@@ -40,6 +42,7 @@ DEFAULT = Grant(DEFAULT_PRIORITY, inf)
 
 
 def grant(retention: Retention) -> Grant:
+    """What a request asks for, as a grant."""
     if retention.priority == DEFAULT_PRIORITY:
         return DEFAULT
     return Grant(retention.priority, inf if retention.duration_s is None else retention.duration_s)
@@ -60,6 +63,7 @@ def used(grants: Grants, idle_since: float, now: float) -> Grants:
 
 
 def priority(grants: Grants, idle_since: float, now: float) -> int:
+    """What a block with these is worth now: the most that anybody still gives it."""
     return max(grant.at(idle_since, now) for grant in grants)
 
 

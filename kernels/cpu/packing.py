@@ -19,6 +19,8 @@ STEP = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuLinear(PackedLinear):
+    """A weight in the order in which native/linear.cpp reads it, and what its rows are for."""
+
     weight: Tensor  # in panels, see linear.cpp
     bias: Tensor | None  # padded to whole panels
     dtype: torch.dtype

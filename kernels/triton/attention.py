@@ -122,10 +122,12 @@ def fits(candidate: Candidate, heads: Heads, architecture: Architecture) -> bool
 
 
 def decode_candidates(heads: Heads, architecture: Architecture) -> tuple[Candidate, ...]:
+    """What can be tuned for decode steps, best guess first."""
     return _fitting([(_rows(heads, architecture), w, s) for w in (4, 8, 2) for s in (3, 2)], heads, architecture)
 
 
 def prefill_candidates(heads: Heads, architecture: Architecture) -> tuple[Candidate, ...]:
+    """What can be tuned for chunks of prompts, best guess first."""
     least = _rows(heads, architecture)
     rows = [max(least, wanted) for wanted in ((16,) if heads.dtype.itemsize == 4 else (64, 128, 32))]
     return _fitting([(r, w, s) for r in rows for w in (4, 8) for s in (2, 3)], heads, architecture)

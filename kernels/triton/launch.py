@@ -33,6 +33,8 @@ class Launch(Protocol):
 
 
 class CountedLaunch(Launch, Protocol):
+    """A `Launch` that says how many kernels it has started."""
+
     @property
     def num_launches(self) -> int: ...
 

@@ -141,6 +141,8 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonLinear(PackedLinear):
+    """A weight as it was loaded, and how its K is cut into splits."""
+
     weight: Tensor  # [out_features, in_features]
     bias: Tensor | None  # [out_features]
     num_splits: int
@@ -163,6 +165,7 @@ class Workspace:
 
 
 def workspace_for(packed: TritonLinear, buffers: Buffers) -> Workspace:
+    """For products of up to `ROWS_SPLIT_IN_GRID` rows, whose splits are spread over the grid."""
     device = packed.weight.device
     return Workspace(
         buffers.get("linear partial sums", packed.partial_elements(), torch.float32, device),

@@ -35,6 +35,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
+    """All weights of a model, on one device and in one dtype."""
+
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]

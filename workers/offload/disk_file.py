@@ -60,6 +60,7 @@ def slot_bytes_for(block_bytes: int, block_size: int) -> int:
 
 
 def num_slots_for(disk_bytes: int, block_bytes: int, block_size: int) -> int:
+    """Blocks that a file of at most `disk_bytes` holds."""
     return max(0, (disk_bytes - FILE_HEADER_BYTES) // slot_bytes_for(block_bytes, block_size))
 
 

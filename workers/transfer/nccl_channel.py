@@ -32,6 +32,8 @@ class Put(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The reader wants these blocks."""
+
     block_ids: list[int]
 
 
