@@ -140,8 +140,6 @@ class CountedFields(WireModel):
 
 
 class MessageRequest(CountedFields):
-    """The body."""
-
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None

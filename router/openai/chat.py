@@ -36,8 +36,6 @@ UNSUPPORTED: dict[str, Sequence[Any]] = {
 
 
 class ChatCompletionRequest(SharedFields):
-    """The body. Responses and Messages come down to one of these, too."""
-
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
