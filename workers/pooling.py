@@ -95,7 +95,7 @@ def _read_mode(folder: Path) -> PoolingMode:
 def _read_modules(path: Path) -> list[dict[str, Any]]:
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelError(f"{path} must hold a list of objects")

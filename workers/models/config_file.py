@@ -61,7 +61,7 @@ class JsonFile:
             raise ModelError(f"{path} is missing") from None
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(value, dict):
             raise ModelError(f"{path} must hold a JSON object, but holds a {type(value).__name__}")

@@ -83,7 +83,8 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except (IndexError, struct.error) as error:
         raise ModelError(f"{path} is truncated: it ends inside its header") from error
-    except ValueError as error:  # an empty file cannot be mapped; text that is not UTF-8; an unknown value type
+    # An empty file cannot be mapped; text that is not UTF-8; an unknown value type; arrays in arrays in arrays.
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not a valid GGUF file: {error}") from error
 
 

@@ -83,7 +83,7 @@ def _read_header_object(path: Path) -> tuple[int, int, dict[str, Any]]:
         raise ModelError(f"{path} is missing") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
         raise ModelError(f"{path} is not a safetensors file: its header is not an object")

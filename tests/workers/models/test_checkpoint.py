@@ -186,8 +186,9 @@ def test_bytes_behind_the_tensors(make_checkpoint: Any) -> None:
 
 def test_header_that_is_not_json(make_checkpoint: Any) -> None:
     path = make_checkpoint().folder / "model.safetensors"
-    path.write_bytes((8).to_bytes(8, "little") + b"not json")
-    assert_refused(path.parent, "model.safetensors", "not a safetensors file")
+    for header in (b"not json", b"[" * 100_000):
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        assert_refused(path.parent, "model.safetensors", "not a safetensors file")
 
 
 def test_header_that_lies_about_offsets(make_checkpoint: Any) -> None:
@@ -251,8 +252,9 @@ def test_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_invalid_json(make_checkpoint: Any, name: str) -> None:
     folder = make_checkpoint().folder
-    (folder / name).write_text('{"cut": ')
-    assert_refused(folder, name, "not valid JSON")
+    for text in ('{"cut": ', "[" * 100_000):
+        (folder / name).write_text(text)
+        assert_refused(folder, name, "not valid JSON")
 
 
 def test_no_tokenizer(make_checkpoint: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ QUANTISED = sorted(SUPPORTED_TYPES - {Type.F32, Type.F16, Type.BF16, Type.Q5_0, 
 """Types that transformers decodes too. (`test_weight_types` has Q5: what the gguf package packs comes back.)"""
 SCALE_OFFSETS = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
 """Where a K-quant block keeps its float16 scales, in bytes."""
+
+NESTED = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<QcI", 1, b"x", 9) + 2000 * struct.pack("<IQ", 9, 1)
+"""A value that is an array of one array of one array ..."""
 
 
 def permute(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -365,6 +369,7 @@ def test_truncated(write_gguf: Any, make_checkpoint: Any, keep: int) -> None:
         (b"GGUF" + (1).to_bytes(4, "little") + bytes(100), "version 1"),
         (b"GGUF" + (3).to_bytes(4, "big") + bytes(100), "little-endian"),
         (b"GGUF" + b"\x03\0\0\0" + b"\xff" * 200, "truncated"),
+        (NESTED, "not a valid GGUF file"),
     ],
 )
 def test_foreign_files(tmp_path: Path, content: bytes, word: str) -> None:
