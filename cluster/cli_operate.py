@@ -1,4 +1,4 @@
-"""Commands for those who run a cluster: `config`, and what else looks at one. Registered on the app of cli.py."""
+"""Commands for those who run a cluster: `config`, `gateway`, `doctor`, `top`, `trace`. Registered by cli.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from tandem.cluster.cli_serve import given_flags
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def config(
     context: typer.Context,
     print_: Annotated[bool, typer.Option("--print", help="Show every setting and where it comes from.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    json: AsJson = False,
     template: Annotated[bool, typer.Option("--template", help="Show a file with every setting instead.")] = False,
 ) -> None:
     """Check a configuration, and show what comes of it: flag over environment over file over default.
@@ -53,7 +54,7 @@ def config(
         for name, value, source in rows:
             typer.echo(f"{name:<{width}}  {value:<{value_width}}  {source}")
     else:
-        typer.echo("the configuration is valid")
+        typer.echo("the configuration is valid; --print shows what comes of it")
 
 
 def gateway(
@@ -82,7 +83,7 @@ def doctor(
     ] = None,
     redis_url: Annotated[str | None, typer.Option(envvar="TANDEM_REDIS_URL", help="As for serve.")] = None,
     measure: Annotated[bool, typer.Option(help="Measure how fast KV travels here; some seconds.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Check this machine: compiler, CPU, GPU, memory, limits, ports, Redis, KV transports. Says what to do.
 
@@ -127,7 +128,7 @@ def trace(
     url: Annotated[
         list[str] | None, typer.Option(help="The admin port of a gateway. Repeat for several.", show_default="8001")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Show one request's life: each edge, when it was, and how long it took to get there.
 
