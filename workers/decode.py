@@ -160,8 +160,7 @@ class DecodeWorker(Role):
             self._refuse(active, error)
 
     def _refuse(self, active: ActiveRequest, error: RequestError) -> None:
-        self._forget(active)
-        self._send_failed(active, str(error), retryable=False, param=error.param, code=error.code)
+        self._fail(active, str(error), retryable=False, param=error.param, code=error.code)
 
     def _start(self, active: ActiveRequest) -> None:
         """Before the first token: say which way the prompt was read. The first choice is the one that read it."""
@@ -169,12 +168,11 @@ class DecodeWorker(Role):
             return
         active.is_started = True
         sequence, delivered = active.sequences[0], active.delivered
-        queued_s = (sequence.admitted_at or sequence.queued_at) - sequence.queued_at
         handover_s = None
         if delivered is not None:
             handover_s = (sequence.joined_at or delivered.prefill_ended_at) - delivered.prefill_ended_at
             self.metrics.observe("handover_seconds", handover_s)
-        self.metrics.observe("queue_seconds", queued_s)
+        self.metrics.observe("queue_seconds", sequence.queued_s)
         active.connection.post(
             Started(
                 request_id=active.request.request_id,
@@ -182,7 +180,7 @@ class DecodeWorker(Role):
                 prefill_worker=self.address.worker_id if delivered is None else delivered.worker_id,
                 decode_worker=self.address.worker_id,
                 cached=sequence.cached if delivered is None else delivered.cached,
-                queue_s=queued_s,
+                queue_s=sequence.queued_s,
                 handover_s=handover_s,
                 prompt_logprobs=tuple(sequence.prompt_logprobs),
             )
@@ -207,33 +205,23 @@ class DecodeWorker(Role):
         for sequence in self.engine.cancel(active.engine_id, choice):
             active.fills[sequence.choice].cancel()
 
-    def _fail(self, active: ActiveRequest, message: str, *, retryable: bool, code: str) -> None:
+    def _fail(
+        self, active: ActiveRequest, message: str, *, retryable: bool, code: str, param: str | None = None
+    ) -> None:
         self._cancel(active)
-        self._send_failed(active, message, retryable=retryable, code=code)
+        active.connection.post(
+            Failed(request_id=active.request.request_id, message=message, retryable=retryable, param=param, code=code)
+        )
 
     def _end_late(self, active: ActiveRequest) -> None:
         """The gateway's deadline, and ours should the gateway be unable to keep it."""
-        self._cancel(active)
-        self._send_failed(active, "the deadline has passed", retryable=False, code="timeout")
+        self._fail(active, "the deadline has passed", retryable=False, code="timeout")
 
     def _forget(self, active: ActiveRequest) -> None:
         self._requests.pop((active.connection, active.request.request_id), None)
         self._by_engine_id.pop(active.engine_id, None)
         if active.deadline is not None:
             active.deadline.cancel()
-
-    def _send_failed(
-        self,
-        active: ActiveRequest,
-        message: str,
-        *,
-        retryable: bool,
-        param: str | None = None,
-        code: str = "internal_error",
-    ) -> None:
-        active.connection.post(
-            Failed(request_id=active.request.request_id, message=message, retryable=retryable, param=param, code=code)
-        )
 
     # Fills
 

@@ -134,11 +134,13 @@ class Embedder:
 
     def _answer(self, reading: _Reading, embedding: bytes) -> None:
         sequence = reading.sequence
-        queue_s = (sequence.admitted_at or sequence.queued_at) - sequence.queued_at
-        self.metrics.observe("queue_seconds", queue_s)
+        self.metrics.observe("queue_seconds", sequence.queued_s)
         reading.connection.post(
             Embedded(
-                request_id=reading.message.request_id, embedding=embedding, cached=sequence.cached, queue_s=queue_s
+                request_id=reading.message.request_id,
+                embedding=embedding,
+                cached=sequence.cached,
+                queue_s=sequence.queued_s,
             )
         )
 

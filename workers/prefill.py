@@ -153,7 +153,7 @@ class PrefillWorker(Role):
         digests = [self.kv_cache.digest(block_id) for block_id in sequence.block_ids[promise.num_blocks : end]]
         first_token = _first_token(promise, output) if is_last else None
         if is_last:
-            self.metrics.observe("queue_seconds", (sequence.admitted_at or sequence.queued_at) - sequence.queued_at)
+            self.metrics.observe("queue_seconds", sequence.queued_s)
         self.promises.publish(
             *(promise, end, digests),
             is_last=is_last,
