@@ -241,7 +241,7 @@ class DecodeWorker(Role):
             if output is not None:
                 self.on_outputs([output])
         else:
-            self.engine.handover_abandoned(sequence, sequence.num_computed)
+            self.engine.fill_ended(sequence, sequence.num_computed)
 
     async def _pair(self, connection: Connection, address: WorkerAddress) -> None:
         for remaining in reversed(range(PAIRING_ATTEMPTS)):

@@ -120,7 +120,7 @@ class Embedder:
 
     async def _fill(self, reading: _Reading) -> None:
         if await self.filler.fill(reading.sequence, reading.message.salt):
-            self.engine.handover_abandoned(reading.sequence, reading.sequence.num_computed)
+            self.engine.fill_ended(reading.sequence, reading.sequence.num_computed)
 
     def _cancel(self, reading: _Reading) -> None:
         self._forget(reading)

@@ -239,7 +239,7 @@ class Engine(Stepper):
         self.wake()
         return self._outcomes.take_token(sequence, first_token)
 
-    def handover_abandoned(self, sequence: Sequence, num_valid_tokens: int) -> None:
+    def fill_ended(self, sequence: Sequence, num_valid_tokens: int) -> None:
         """No more KV will come, and nobody writes into its blocks any more. The first `num_valid_tokens` have checked
         KV; the full blocks of these are kept, the rest is computed here."""
         if self.release_incoming(sequence):

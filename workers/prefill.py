@@ -124,7 +124,7 @@ class PrefillWorker(Role):
 
     async def _fill(self, sequence: Sequence, reading: Reading) -> None:
         if await self.filler.fill(sequence, reading.salt):
-            self.engine.handover_abandoned(sequence, sequence.num_computed)
+            self.engine.fill_ended(sequence, sequence.num_computed)
             await self._publish_found(sequence)
 
     async def _publish_found(self, sequence: Sequence) -> None:

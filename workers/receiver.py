@@ -56,7 +56,7 @@ class Receiver:
                 if sequence is active.sequences[0]:
                     active.delivered = delivered
                 return self._engine.handover_finished(sequence, delivered.first_token, delivered.prompt_logprobs)
-        self._engine.handover_abandoned(sequence, sequence.num_computed)
+        self._engine.fill_ended(sequence, sequence.num_computed)
         return None
 
     # Inside

@@ -35,7 +35,7 @@ class Stepper(ABC):
     `on_outputs(list)`   every `StepOutput` of a step of `run()`, at once
     `on_incoming(seq)`   a sequence became INCOMING: restore its `num_tier_blocks`, fetch what a peer holds beyond them
                          (`num_source_blocks`), and tell of both with `blocks_arrived`; if it `wants_remote`, hand it
-                         over. End with exactly one of `handover_finished`, `handover_abandoned`, or, once cancelled,
+                         over. End with exactly one of `handover_finished`, `fill_ended`, or, once cancelled,
                          `release_incoming`
     `before_step(batch)` a step is about to overwrite blocks
     `on_step(times)`     after each step

@@ -103,7 +103,7 @@ def test_abandoned_handover_is_computed_here(
     engine = make_engine(50, local_prefill_tokens=8)
     sequence = start_handover(engine, make_request("r", range(32)))
     fill(engine, sequence, 0, num_valid)
-    engine.handover_abandoned(sequence, num_valid)
+    engine.fill_ended(sequence, num_valid)
     engine.check()
     assert engine.counts().incoming == 0
     assert run(engine)["r", 0] == expected_tokens(range(32), 8, seed=0)
@@ -118,7 +118,7 @@ def test_late_writes_into_quarantined_blocks_harm_nobody(make_engine: MakeEngine
     fill(engine, sequence, 0, 30)
     assert engine.quarantine(sequence, late)
     assert engine.counts().quarantined == 3
-    engine.handover_abandoned(sequence, 8)
+    engine.fill_ended(sequence, 8)
     engine.add(make_request("other", range(100, 130)))
     while not engine.is_idle:
         runner_of(engine).kv[late] = 666
@@ -168,7 +168,7 @@ def test_every_end_of_a_cancelled_handover_only_frees(
     if end == "finished":
         assert engine.handover_finished(sequence, SampledToken(5, None)) is None
     elif end == "abandoned":
-        engine.handover_abandoned(sequence, 30)
+        engine.fill_ended(sequence, 30)
     else:
         late = sequence.block_ids[:2]
         assert engine.quarantine(sequence, late)
@@ -182,6 +182,6 @@ def test_every_end_of_a_cancelled_handover_only_frees(
 
 def test_handover_may_end_inside_the_callback(make_engine: MakeEngine, make_request: MakeRequest) -> None:
     engine = make_engine(50, local_prefill_tokens=8)
-    engine.on_incoming = lambda sequence: engine.handover_abandoned(sequence, 0)
+    engine.on_incoming = lambda sequence: engine.fill_ended(sequence, 0)
     engine.add(make_request("r", range(30)), wants_remote=True)
     assert run(engine)["r", 0] == expected_tokens(range(30), 8, seed=0)

@@ -226,11 +226,11 @@ class World:
         if sequence.is_finished:
             assert self.engine.release_incoming(sequence)
         elif not sequence.wants_remote and fate < 0.8:
-            self.engine.handover_abandoned(sequence, sequence.num_computed)
+            self.engine.fill_ended(sequence, sequence.num_computed)
             self.num_filled += sequence.cached.total > sequence.cached.pool
         elif fate < 0.5 or not sequence.wants_remote:
             fill(self.engine, sequence, sequence.num_computed, num_valid)
-            self.engine.handover_abandoned(sequence, num_valid)
+            self.engine.fill_ended(sequence, num_valid)
         else:
             fill(self.engine, sequence, sequence.num_computed, len(sequence.token_ids))
             output = self.engine.handover_finished(sequence, next_token(self.engine, sequence))

@@ -77,7 +77,7 @@ def test_tiers_then_peer_then_the_rest_is_computed(
     engine.blocks_arrived(sequence, 24, "peer")
     engine.check()
     assert sequence.cached == CachedTokens(pool=8, host=4, disk=4, peer=8)
-    engine.handover_abandoned(sequence, sequence.num_computed)
+    engine.fill_ended(sequence, sequence.num_computed)
     engine.step()
     assert sequence.token_ids[30] == expected_tokens(range(30), 1, seed=0)[0]
     engine.release(sequence)
@@ -114,7 +114,7 @@ def test_two_who_fetch_the_same_end_with_one_copy(make_engine: MakeEngine, make_
         engine.check()
     assert one.block_ids[:6] == two.block_ids[:6]
     for sequence in (one, two):
-        engine.handover_abandoned(sequence, 24)
+        engine.fill_ended(sequence, 24)
     finish(engine)
 
 
@@ -205,7 +205,7 @@ def test_what_it_finds_of_itself_when_it_comes_back_is_not_cached(
     fill(engine, sequence, 28)
     engine.blocks_arrived(sequence, 28, "host")
     assert sequence.cached == CachedTokens(pool=8)
-    engine.handover_abandoned(sequence, 28)
+    engine.fill_ended(sequence, 28)
     engine.step()
     assert len(sequence.token_ids) == 31
     engine.scheduler.admission.tiers = Holds(0)
