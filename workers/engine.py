@@ -235,7 +235,7 @@ class Engine(Stepper):
         assert sequence.status is Status.INCOMING, sequence.status
         sequence.joined_at = time.monotonic()
         sequence.prompt_logprobs[:] = prompt_logprobs
-        self.scheduler.arrived(sequence, len(sequence.token_ids))
+        self.scheduler.fill_ended(sequence, len(sequence.token_ids))
         self.wake()
         return self._outcomes.take_token(sequence, first_token)
 
@@ -247,7 +247,7 @@ class Engine(Stepper):
         assert sequence.status is Status.INCOMING, sequence.status
         num_valid_tokens = min(num_valid_tokens, len(sequence.token_ids) - 1)
         sequence.joined_at = time.monotonic()
-        self.scheduler.arrived(sequence, num_valid_tokens - num_valid_tokens % self.config.block_size)
+        self.scheduler.fill_ended(sequence, num_valid_tokens - num_valid_tokens % self.config.block_size)
         self.wake()
 
     def quarantine(self, sequence: Sequence, block_ids: list[int]) -> bool:

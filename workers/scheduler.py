@@ -210,7 +210,7 @@ class Scheduler:
         del self.incoming[sequence.order]
         sequence.status = Status.HELD
 
-    def arrived(self, sequence: Sequence, num_valid_tokens: int) -> None:
+    def fill_ended(self, sequence: Sequence, num_valid_tokens: int) -> None:
         """The fill has ended: the first `num_valid_tokens` have KV. The sequence joins the batch."""
         self.pool.arrived(sequence.block_ids[self._first_incoming(sequence) :])
         del self.incoming[sequence.order]

@@ -102,7 +102,7 @@ def test_a_prompt_always_gets_on_beside_decodes(make_bench: MakeBench) -> None:
     assert bench.step() == [(reads.order, 8)]
     assert len(bench.incoming) == 4, "four of eight: one place is taken, a block of budget is kept free"
     for sequence in bench.incoming:
-        bench.scheduler.arrived(sequence, 12)
+        bench.scheduler.fill_ended(sequence, 12)
         sequence.token_ids.append(7)
     for _ in range(3):
         assert bench.step()[-1] == (reads.order, 4)
@@ -203,7 +203,7 @@ def test_arrived_tokens_are_not_computed(make_bench: MakeBench) -> None:
     bench = make_bench(100, max_num_batched_tokens=64, local_prefill_tokens=8)
     remote = bench.add(22, wants_remote=True)
     assert bench.step() == []
-    bench.scheduler.arrived(remote, 12)
+    bench.scheduler.fill_ended(remote, 12)
     assert bench.pool.counts().incoming == 0
     assert bench.step() == [(0, 10)]
     assert len(bench.cache) == 5
