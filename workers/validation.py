@@ -9,7 +9,7 @@ from typing import Any
 from tandem.workers.beams import num_candidates
 from tandem.workers.constraint import needs_constraint
 from tandem.workers.errors import RequestError
-from tandem.workers.types import Choice, Request, Retention, SamplingParams
+from tandem.workers.types import MAX_PRIORITY, Choice, Request, Retention, SamplingParams
 
 MAX_BEAM_WIDTH = 64
 MAX_CANDIDATES = 4096
@@ -56,6 +56,8 @@ def validate_request(
     could never finish."""
     validate_sampling(request.sampling)
     _validate_retention(request.retention)
+    if not 0 <= request.priority <= MAX_PRIORITY:
+        raise RequestError(f"a priority must be from 0 to {MAX_PRIORITY}, but is {request.priority}", param="priority")
     indices = [choice.index for choice in request.choices]
     if not indices or len(set(indices)) != len(indices):
         raise RequestError("a request needs at least one choice, each with its own index", param="n")
@@ -109,11 +111,11 @@ def _validate_beams(request: Request, width: int, num_blocks: int, block_size: i
         raise RequestError("a beam search follows the model's own probabilities alone", param="repetition_penalty")
     if num_candidates(params, width) > MAX_CANDIDATES:
         raise RequestError("too many beams for so many stop tokens", param="beam_width")
-    num_tokens = len(request.prompt_token_ids) + params.max_tokens
-    if width * -(-num_tokens // block_size) > num_blocks // 2:  # the other half: a beam that comes back wants some free
     num_told = len(request.choices) * params.max_tokens * ((params.num_logprobs or 0) + 1)
     if params.num_logprobs is not None and num_told > MAX_LOGPROBS_AT_ONCE:
         raise RequestError("a beam search tells all at once: too many answers, tokens and logprobs", param="logprobs")
+    num_tokens = len(request.prompt_token_ids) + params.max_tokens
+    if width * -(-num_tokens // block_size) > num_blocks // 2:  # the other half: a beam that comes back wants some free
         limit = num_blocks // 2 * block_size
         what = f"{width} beams of {num_tokens} tokens each, in whole blocks of {block_size},"
         raise _too_long(what, limit, "half of this worker's KV cache")
