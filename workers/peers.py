@@ -19,7 +19,17 @@ from tandem.workers.connection import Connection, connect
 from tandem.workers.errors import PairingError, ProtocolError, TransferError, WorkerUnavailable
 from tandem.workers.identity import difference
 from tandem.workers.kv_cache import KVCache
-from tandem.workers.protocol import Confirmed, Describe, Description, Failed, Message, Renew, Renewed, TicketPart
+from tandem.workers.protocol import (
+    AnyMessage,
+    Confirmed,
+    Describe,
+    Description,
+    Failed,
+    Message,
+    Renew,
+    Renewed,
+    TicketPart,
+)
 from tandem.workers.transfer.base import NUM_PATTERN_BLOCKS, NUM_PROBE_BLOCKS, Transfer, probe_pattern
 from tandem.workers.types import ModelIdentity, WorkerAddress
 
@@ -100,21 +110,27 @@ class Peer:
         await asyncio.wait([self._reader])
 
     async def _read(self) -> None:
+        """However it ends, nobody waits any longer for what will not come."""
+        reason = "its answers are not read any more"
         try:
             while True:
-                answer = await self._connection.receive()
-                self._last_heard = time.monotonic()
-                if isinstance(answer, Renewed):
-                    continue
-                if not isinstance(answer, TicketPart | Confirmed | Failed):
-                    raise ProtocolError(f"a peer does not say {type(answer).__name__}")
-                request_id = answer.ticket.request_id if isinstance(answer, TicketPart) else answer.request_id
-                if inbox := self._inboxes.get(request_id):
-                    inbox.put_nowait(answer)
+                self._take(await self._connection.receive())
         except (WorkerUnavailable, ProtocolError) as error:
+            reason = str(error)
+        finally:
             self._connection.abort()
             for inbox in self._inboxes.values():
-                inbox.put_nowait(WorkerUnavailable(f"worker {self.address.worker_id} is lost: {error}"))
+                inbox.put_nowait(WorkerUnavailable(f"worker {self.address.worker_id} is lost: {reason}"))
+
+    def _take(self, answer: AnyMessage) -> None:
+        self._last_heard = time.monotonic()
+        if isinstance(answer, Renewed):
+            return
+        if not isinstance(answer, TicketPart | Confirmed | Failed):
+            raise ProtocolError(f"a peer does not say {type(answer).__name__}")
+        request_id = answer.ticket.request_id if isinstance(answer, TicketPart) else answer.request_id
+        if inbox := self._inboxes.get(request_id):
+            inbox.put_nowait(answer)
 
 
 def _task_name(address: WorkerAddress) -> str:
