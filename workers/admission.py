@@ -20,7 +20,7 @@ from tandem.workers.sequence import Sequence, Status
 from tandem.workers.types import CachedTokens
 
 
-class Tiers(Protocol):
+class LowerTiers(Protocol):
     """Where evicted blocks go: what can be had back from there."""
 
     def num_held(self, keys: SequenceOf[bytes]) -> int:
@@ -36,7 +36,7 @@ class Admission:
     """Takes the blocks of newcomers from the pool."""
 
     def __init__(self, config: WorkerConfig, pool: BlockPool, names: BlockNames) -> None:
-        self.tiers: Tiers = _NoTiers()
+        self.tiers: LowerTiers = _NoTiers()
         self.is_fill_faster: Callable[[Sequence], bool] = lambda sequence: True
         """Whether to fetch what tiers or a peer hold beyond the pool, or to compute it. Reads the sequence's
         `num_pool_blocks`, `num_tier_blocks` and `num_source_blocks`; asked only when there is something to fetch."""

@@ -13,7 +13,7 @@ from tandem.workers.offload.disk import DiskTier
 from tandem.workers.offload.disk_file import DiskFile, num_slots_for, worker_file
 from tandem.workers.offload.host import HostTier
 from tandem.workers.offload.records import TierEvent, nobody_listens
-from tandem.workers.offload.tiers import PoolMemory, Tiers
+from tandem.workers.offload.tiers import BlockMemory, Tiers
 from tandem.workers.types import ModelIdentity
 
 NUM_SPARE_BLOCKS = 16
@@ -23,7 +23,7 @@ NUM_SPARE_BLOCKS = 16
 def create_tiers(
     config: WorkerConfig,
     identity: ModelIdentity,
-    memory: PoolMemory,
+    memory: BlockMemory,
     metrics: WorkerMetrics,
     on_event: TierEvent = nobody_listens,
 ) -> Tiers | None:

@@ -41,7 +41,7 @@ READ_TIMEOUT_S = 2.0
 """For one block from disk. A disk that takes longer is of no use."""
 
 
-class PoolMemory(Protocol):
+class BlockMemory(Protocol):
     """The worker's KV blocks, as `KVCache` has them. Both calls may come from any thread."""
 
     block_bytes: int
@@ -87,7 +87,7 @@ class Tiers:
     """What `Admission.tiers` and `PrefixCache.on_evict` ask and tell, and `restore`. Call `start` first."""
 
     def __init__(
-        self, memory: PoolMemory, block_size: int, host: HostTier, disk: DiskTier | None, metrics: WorkerMetrics
+        self, memory: BlockMemory, block_size: int, host: HostTier, disk: DiskTier | None, metrics: WorkerMetrics
     ) -> None:
         self._memory = memory
         self._block_size = block_size
