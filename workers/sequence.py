@@ -161,16 +161,16 @@ class Sequence:
         self.pooled = None
 
     @property
+    def queued_s(self) -> float:
+        """From its arrival to its first admission; 0 before that."""
+        return 0.0 if self.admitted_at is None else self.admitted_at - self.queued_at
+
+    @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
 
 
 def begin_search(request: Request) -> BeamGroup | None:
-    @property
-    def queued_s(self) -> float:
-        """From its arrival to its first admission; 0 before that."""
-        return 0.0 if self.admitted_at is None else self.admitted_at - self.queued_at
-
     """For a request that is a beam search."""
     params = request.sampling
     if params.beam_width is None:
