@@ -61,6 +61,11 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     """What the answer must match, in the Lark dialect of llguidance. The answer may end where it matches."""
 
 
+PRIORITY_S = 10.0
+"""A request of priority p waits as if it had come p times as much later."""
+MAX_PRIORITY = 100
+
+
 class Choice(Record, frozen=True, kw_only=True):
     """One of the `n` answers of a request, with the tokens that the client already has (empty on a fresh request)."""
 
@@ -87,6 +92,8 @@ class Request(Record, frozen=True, kw_only=True):
     salt: str = ""
     """Tenant salt: requests with different salts never share a block."""
     retention: Retention = Retention()
+    priority: int = 0
+    """0 to `MAX_PRIORITY`: while it waits, so many times `PRIORITY_S` count as if it had come later."""
 
 
 class TokenLogprobs(Record, array_like=True, frozen=True, kw_only=True):
