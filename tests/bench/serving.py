@@ -2,9 +2,10 @@
 
     python tests/bench/serving.py --vllm /opt/vllm/bin/python [--rates 1,2,3,4,5,6] [--duration 30] [--rounds 2]
 
-One server at a time, since each wants both cores: for each round, start a side, run all rates, stop it, then the other
-side; odd rounds begin with the other one. Every rate of every round gets prompts that no server has seen. Servers are
-ended by their own process ids. Prints goodput per rate and side.
+With `--disaggregated` vLLM's two servers with its NIXL connector, one core each, are a third side. One side at a time,
+since each wants both cores: for each round, start a side, run all rates, stop it, then the next; odd rounds begin with
+the last one. Every rate of every round gets prompts that no server has seen. Servers are ended by their process ids.
+Prints goodput per rate and side.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,46 +49,92 @@ LIMITS = ("--slo-ttft", "1", "--slo-itl", "0.1")
 
 
 @dataclass(frozen=True)
+class Process:
+    """One process of a side."""
+
+    command: list[str]
+    ready_url: str
+    """Answers 200 once it can serve."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Server:
     """How to start one side, and what its answer to a rate needs besides the URL."""
 
     name: str
-    command: Callable[[int, int], list[str]]
-    """(port, another free port) -> command line."""
-    environment: dict[str, str]
-    ready_path: str
-    """Answers 200 once requests can be served."""
+    processes: Callable[[int, int], list[Process]]
+    """(port to serve at, another free port) -> what is started together."""
     has_admin_port: bool = False
 
 
 def tandem_server(arguments: list[str]) -> Server:
-    def command(port: int, admin_port: int) -> list[str]:
+    def processes(port: int, admin_port: int) -> list[Process]:
         ports = ["--port", str(port), "--admin-port", str(admin_port)]
-        return [*TANDEM, "serve", MODEL, "--prefill", "1", "--decode", "1", *ports, *arguments]
+        command = [*TANDEM, "serve", MODEL, "--prefill", "1", "--decode", "1", *ports, *arguments]
+        return [Process(command, f"{_url(port)}/ready")]
 
-    return Server("tandem, 1 P + 1 D", command, {}, "/ready", has_admin_port=True)
+    return Server("tandem, 1 P + 1 D", processes, has_admin_port=True)
 
 
-def vllm_server(python: Path, cores: str, folder: Path, scratch: Path) -> Server:
-    """As vLLM's documentation sets it up for a CPU."""
-    library_folder = python.parent.parent / "lib"
-    libraries = [library_folder / name for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM's servers, as its documentation sets them up for a CPU."""
 
-    def command(port: int, _: int) -> list[str]:
-        server = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        server += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
-        return [*server, "--max-model-len", "2048", "--dtype", "bfloat16", "--max-num-seqs", "64"]
+    python: Path
+    model_folder: Path
+    scratch: Path
 
-    environment = {
-        "LD_PRELOAD": ":".join(str(path) for path in libraries if path.exists()),
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_CACHE_ROOT": str(scratch / "vllm-server"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return Server(f"vLLM CPU, cores {cores}", command, environment, "/health")
+    def one(self, cores: str) -> Server:
+        """One server on all of these cores."""
+        return Server(f"vLLM CPU, cores {cores}", lambda port, _: [self._engine(port, cores)])
+
+    def disaggregated(self, cores: tuple[str, str]) -> Server:
+        """A prefill server, a decode server, and the project's own router in front."""
+
+        def processes(port: int, _: int) -> list[Process]:
+            engines = [self._pool_engine(core, role) for core, role in zip(cores, ("kv_producer", "kv_consumer"))]
+            prefill, decode = (engine.ready_url.removesuffix("/health") for engine in engines)
+            router = [str(self.python.parent / "vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+            router += ["--prefill", prefill, "--decode", decode, "--host", "127.0.0.1", "--port", str(port)]
+            router += [
+                "--prometheus-port",
+                str(_free_port()),
+                "--worker-startup-timeout-secs",
+                str(int(START_TIMEOUT_S)),
+            ]
+            return [*engines, Process(router, f"{_url(port)}/health")]
+
+        return Server(f"vLLM CPU, 1 P + 1 D, cores {' and '.join(cores)}", processes)
+
+    def _pool_engine(self, core: str, role: str) -> Process:
+        config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_role": role}
+        environment = {
+            "UCX_TLS": "tcp,self,sm",
+            "UCX_NET_DEVICES": "lo",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()),
+        }
+        return self._engine(_free_port(), core, ["--kv-transfer-config", json.dumps(config)], environment)
+
+    def _engine(
+        self, port: int, cores: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> Process:
+        command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model_folder)]
+        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--max-model-len", "2048", "--dtype", "bfloat16", "--max-num-seqs", "64", *arguments]
+        library_folder = self.python.parent.parent / "lib"
+        libraries = [library_folder / name for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
+        common = {
+            "LD_PRELOAD": ":".join(str(path) for path in libraries if path.exists()),
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CACHE_ROOT": str(self.scratch / "vllm-server"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return Process(command, f"{_url(port)}/health", {**common, **(environment or {})})
 
 
 TANDEM = [sys.executable, "-P", "-c", "from tandem.cluster.cli import main; main()"]
@@ -97,22 +144,30 @@ TANDEM = [sys.executable, "-P", "-c", "from tandem.cluster.cli import main; main
 def running(server: Server, log: Path) -> Iterator[tuple[str, str]]:
     """Start it, wait until it answers, end it. Yields the URL and the admin URL."""
     port, other = _free_port(), _free_port()
+    with ExitStack() as stack:
+        processes = server.processes(port, other)
+        started = [stack.enter_context(_started(process, log)) for process in processes]
+        for process, running in zip(processes, started):
+            _wait_ready(running, process.ready_url, log)
+        yield _url(port), _url(other)
+
+
+@contextmanager
+def _started(process: Process, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            server.command(port, other),
+        running = subprocess.Popen(
+            process.command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**inherited, **server.environment},
+            env={**inherited, **process.environment},
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, url + server.ready_path, log)
-        yield url, f"http://127.0.0.1:{other}"
+        yield running
     finally:
-        _stop(process)
+        _stop(running)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -185,13 +240,16 @@ def main() -> None:
     options = _parse()
     sides = [tandem_server(options.tandem_argument)]
     if options.vllm is not None:
-        sides.append(vllm_server(options.vllm, options.cores, options.model_folder or _demo_folder(), options.scratch))
+        vllm = Vllm(options.vllm, options.model_folder or _demo_folder(), options.scratch)
+        sides.append(vllm.one(options.cores))
+        if options.disaggregated:
+            sides.append(vllm.disaggregated(("0", "1")))
     results: dict[tuple[float, str], list[dict[str, Any]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="serving-") as name:
         for number in range(options.rounds):
             for server in sides if number % 2 == 0 else sides[::-1]:
                 _note(f"round {number + 1}: starting {server.name}")
-                with running(server, options.scratch / f"{server.name.split(',')[0]}.log") as urls:
+                with running(server, options.scratch / f"{server.name}.log") as urls:
                     for rate in options.rates:
                         body = run_rate(server, urls, rate, options.duration, Path(name))
                         results[rate, server.name].append(body)
@@ -204,6 +262,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM; without it only Tandem runs")
+    parser.add_argument("--disaggregated", action="store_true", help="vLLM's two servers, on cores 0 and 1, as well")
     parser.add_argument("--model-folder", type=Path, help="weights for vLLM (default: the demo model, from our cache)")
     parser.add_argument(
         "--rates", type=lambda text: [float(rate) for rate in text.split(",")], default=[1, 2, 3, 4, 5, 6]
@@ -224,6 +283,10 @@ def _demo_folder() -> Path:
     from tandem.cluster.model_source import resolve_model
 
     return resolve_model(MODEL, dtype="bfloat16").folder
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
 def _free_port() -> int:
