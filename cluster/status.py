@@ -13,6 +13,7 @@ from tandem.workers.errors import UserError
 
 MIN_WIDTH = 120
 STATES = {"ready": "green", "connecting": "yellow", "refused": "red", "lost": "red"}
+INDEX = {True: "[green]up[/]", False: "[red]down[/] (requests are served without its hints)", None: "not configured"}
 
 
 def show_status(url: str, *, as_json: bool) -> None:
@@ -26,8 +27,7 @@ def show_status(url: str, *, as_json: bool) -> None:
             console.print(line, highlight=False)
         for reason in cluster.get("degraded", ()):
             console.print(f"[red]degraded[/]: {reason}")
-        up = "[green]up[/]" if cluster["redis"]["up"] else "[red]down[/] (requests are served without its hints)"
-        console.print(f"model {cluster['model']}   prefix index {up}")
+        console.print(f"model {cluster['model']}   prefix index {INDEX[cluster['redis']['up']]}")
 
 
 def wide_console() -> Console:

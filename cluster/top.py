@@ -133,7 +133,7 @@ def screen(before: Sample, now: Sample) -> Group:
         numbers = [str(worker[name]) for name in ("epoch", "running", "waiting")]
         state = Text(worker["state"], style=color)
         table.add_row(worker["id"], state, worker["address"], *numbers, bar(worker["blocks"]))
-    index = "up" if now.cluster["redis"]["up"] else "down"
+    index = {True: "up", False: "down", None: "not configured"}[now.cluster["redis"]["up"]]
     legend = Text(f"{now.cluster['model']}   prefix index {index}   KV: ", style="dim")
     for name, color in BAR_PARTS:
         legend.append(f"█ {name} ", style=color)

@@ -52,8 +52,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.metrics = RouterMetrics(self._snapshots)
-        # asked at each scrape: a value set while another metric is collected is shown one scrape late
-        self.metrics.prefix_index_up.set_function(lambda: float(self.is_index_up))
+        if config.redis_url is not None:
+            self.metrics.add_prefix_index(lambda: float(bool(self.is_index_up)))
         self.workers = WorkerSet(
             key=config.cluster_key,
             peer="gateway",
@@ -152,7 +152,10 @@ class Gateway:
         return [link.snapshot for link in self.workers.ready() if link.snapshot is not None]
 
     @property
-    def is_index_up(self) -> bool:
+    def is_index_up(self) -> bool | None:
+        """None where there is no index to be up."""
+        if self.config.redis_url is None:
+            return None
         return self.index is not None and self.index.is_up
 
     # Applications
@@ -173,7 +176,7 @@ class Gateway:
         @app.get("/cluster")
         async def cluster() -> Response:
             described = health.describe_cluster(self.config, self.workers, redis_up=self.is_index_up)
-            return JSONResponse(described | {"degraded": self.shortcomings()})
+            return JSONResponse(described | {"degraded": self.shortcomings(), "draining": self.admission.is_draining})
 
         @app.get("/trace/{request_id}")
         async def trace(request_id: str) -> Response:

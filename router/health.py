@@ -63,8 +63,8 @@ def is_complete(config: GatewayConfig, workers: WorkerSet) -> bool:
     return can_serve(workers) and all(link.worker_id in other.pairs for link in prefill for other in decode)
 
 
-def describe_cluster(config: GatewayConfig, workers: WorkerSet, *, redis_up: bool) -> dict[str, Any]:
-    """The body of GET /cluster."""
+def describe_cluster(config: GatewayConfig, workers: WorkerSet, *, redis_up: bool | None) -> dict[str, Any]:
+    """The body of GET /cluster. `redis_up`: None where none is configured."""
     return {
         "workers": [_describe(link) for link in workers.links()],
         "redis": {"up": redis_up},

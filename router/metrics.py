@@ -72,9 +72,7 @@ class RouterMetrics:
         self.ttft_over_predicted = self._histogram(
             "time_to_first_token_over_predicted", "What it took, as a multiple of the prediction.", buckets=_RATIOS
         )
-        self.held_back = Gauge(
-            "requests_held_back", "Requests that wait at the door.", namespace="tandem", registry=self.registry
-        )
+        self.held_back = self._gauge("requests_held_back", "Requests that wait at the door.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
         self.generation_tokens = HotCounter(
             "generation_tokens", "Tokens of answers.", namespace="tandem", registry=self.registry
@@ -84,17 +82,9 @@ class RouterMetrics:
         self.prefills = self._counter("prefills", "Prompts by where they were read.", "path")
         self.migrations = self._counter("migrations", "Requests moved off a worker.", "reason")
         self.pauses = self._counter("slow_reader_pauses", "Generations stopped until a client has read what it got.")
-        self.prefix_index_up = Gauge(
-            "prefix_index_up", "1 while the prefix index answers.", namespace="tandem", registry=self.registry
-        )
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
-        self._in_flight = Gauge(
-            "requests_in_flight",
-            "Requests that arrived and have not ended.",
-            namespace="tandem",
-            registry=self.registry,
-        )
+        self._in_flight = self._gauge("requests_in_flight", "Requests that arrived and have not ended.")
         self._in_flight.set_function(self._num_in_flight)
         self._worker_histograms = {
             name: self._histogram(name, text, labels=labels) for name, (text, labels) in WORKER_HISTOGRAMS.items()
@@ -127,12 +117,12 @@ class RouterMetrics:
 
     def add_control_plane(self, is_up: Callable[[], float]) -> None:
         """Shown by the launcher, and by gateways that follow one."""
-        Gauge(
-            "control_plane_up",
-            "1 while lost workers can be replaced.",
-            namespace="tandem",
-            registry=self.registry,
-        ).set_function(is_up)
+        self._gauge("control_plane_up", "1 while lost workers can be replaced.").set_function(is_up)
+
+    def add_prefix_index(self, is_up: Callable[[], float]) -> None:
+        """Shown where there is an index: where there is none, nothing is down. `is_up` is asked at each scrape: a value
+        that is set while another metric is collected is shown one scrape late."""
+        self._gauge("prefix_index_up", "1 while the prefix index answers.").set_function(is_up)
 
     def _num_in_flight(self) -> float:
         counted = {
@@ -146,6 +136,9 @@ class RouterMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace="tandem", registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, namespace="tandem", registry=self.registry)
 
     def _histogram(
         self, name: str, text: str, *, labels: Sequence[str] = (), buckets: Sequence[float] = _SECONDS

@@ -25,7 +25,7 @@ class Process:
     def __init__(self, *, index_up: float = 1.0) -> None:
         heard: list[WorkerSnapshot] = []
         self.metrics = RouterMetrics(lambda: heard[-1:])
-        self.metrics.prefix_index_up.set(index_up)
+        self.metrics.add_prefix_index(lambda: index_up)
         self._heard = heard
 
     def hear(self, told: WorkerSnapshot) -> None:

@@ -31,6 +31,7 @@ def exported() -> set[str]:
     metrics = RouterMetrics(lambda: [snapshot])
     metrics.add_usual_names("m")
     metrics.add_control_plane(lambda: 1.0)
+    metrics.add_prefix_index(lambda: 1.0)
     names = set()
     for line in metrics.render().decode().splitlines():
         if line.startswith("# TYPE "):

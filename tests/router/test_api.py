@@ -482,8 +482,8 @@ async def test_health(open_house: Any, saying: Any) -> None:
 
 async def test_cluster(house: Any) -> None:
     body = (await house.admin.get("/cluster")).json()
-    assert set(body) == {"workers", "redis", "model", "max_model_len", "degraded"}
-    assert body["redis"] == {"up": False}
+    assert set(body) == {"workers", "redis", "model", "max_model_len", "degraded", "draining"}
+    assert body["redis"] == {"up": None}, "none is configured"
     decode, prefill = body["workers"]
     assert {"id", "role", "pid", "epoch", "state", "address", "blocks", "running", "waiting"} <= set(decode)
     assert (decode["id"], decode["state"], prefill["role"]) == ("decode-0", "ready", "prefill")

@@ -47,7 +47,7 @@ async def test_names_and_conservation(open_house: Any, saying: Any) -> None:
         "inter_token_latency_seconds_bucket", "request_duration_seconds_bucket", "queue_seconds_bucket",
         "handover_seconds_bucket", "kv_transfer_seconds_bucket", "kv_transfer_bytes_total",
         "router_decision_seconds_sum",
-        "kv_transfer_failures_total", "requests_running", "requests_waiting", "prompt_tokens_total", "prefix_index_up",
+        "kv_transfer_failures_total", "requests_running", "requests_waiting", "prompt_tokens_total",
         "generation_tokens_total", "prefills_total", "step_seconds_bucket",
     ):  # fmt: skip
         assert f"tandem_{name}" in names or name == "queue_seconds_bucket", name
@@ -58,6 +58,7 @@ async def test_names_and_conservation(open_house: Any, saying: Any) -> None:
     assert values["tandem_kv_blocks", ("role", "decode"), ("state", "free"), ("worker", "decode-0")] == 90
     assert values["tandem_time_to_first_token_seconds_count",] == 3
     assert values["tandem_prefills_total", ("path", "remote")] == 3
+    assert "tandem_prefix_index_up" not in names, "there is none here: nobody must be told that it is down"
 
 
 def test_counters_survive_a_restart() -> None:

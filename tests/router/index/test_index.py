@@ -380,6 +380,7 @@ async def test_requests_follow_the_index(
 
     assert await ask(prompt) == "prefill-1"
     assert (await house.admin.get("/cluster")).json()["redis"] == {"up": True}
+    assert "tandem_prefix_index_up 1.0" in (await house.admin.get("/metrics")).text
     server.kill()
     for start in range(3):
         await ask(prompt[start + 1 :])
