@@ -182,7 +182,7 @@ async def test_a_collector_that_is_away_costs_traces_only() -> None:
 
 
 async def test_an_endpoint_that_is_no_url_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    exporter = TraceExporter("http://[", "m", interval_s=60.0)
+    exporter = TraceExporter("http://collector:port", "m", interval_s=60.0)
     for _ in range(2):
         exporter.add(journey())
         assert not await exporter._send()
