@@ -1,24 +1,39 @@
-"""What the checks share: the context they run in, their rows, and the table."""
+"""What the checks share: the context they run in, and how they compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
+from rows import Row
+from torch import Tensor
 
+from tandem.kernels.capture import Captured
 from tandem.kernels.ops import Ops, load_ops
+from tandem.kernels.triton.backend import TritonOps
+from tandem.kernels.triton.graph import count_ops
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
+class InterpretedOps(TritonOps):
+    """In the interpreter there are no graphs: a replay computes the step again, into the tensors of the first time."""
 
-    check: str
-    case: str
-    outcome: Literal["ok", "FAILED", "skipped", "measured"]
-    detail: str = ""
+    def capture(self, step: Callable[[], T]) -> Captured[T] | None:
+        result, num_ops = count_ops(step, self._launch)
+        return Captured(result, lambda: _copy(step(), result), num_ops)
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Tensors, or records of them."""
+    if isinstance(target, Tensor):
+        target.copy_(source)
+        return
+    for each in fields(target):
+        if (old := getattr(target, each.name)) is not None:
+            old.copy_(getattr(source, each.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +49,8 @@ class Context:
     @classmethod
     def on(cls, device: str) -> Context:
         place = torch.device(device)
-        return cls(place, load_ops("triton"), load_ops("reference"), place.type == "cpu")
+        is_tiny = place.type == "cpu"
+        return cls(place, InterpretedOps() if is_tiny else load_ops("triton"), load_ops("reference"), is_tiny)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -42,28 +58,18 @@ class Context:
         return every[1:2] if self.is_tiny else every
 
 
-Check = Callable[[Context], Iterator[Row]]
-
-
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def close(check: str, case: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Row:
-    """Compare with the reference's result, relative to its largest value."""
+def close(check: str, case: str, actual: Tensor, expected: Tensor, tolerance: float) -> Row:
+    """Compare with the reference's result, relative to its largest value. What is not a number is wrong."""
     scale = max(1.0, float(expected.float().abs().max()))
     error = float((actual.float().cpu() - expected.float().cpu()).abs().max()) / scale
     return Row(check, case, "ok" if error <= tolerance else "FAILED", f"error {error:.1e}, at most {tolerance:.0e}")
 
 
-def equal(check: str, case: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Row:
+def equal(check: str, case: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Row:
     """Bit for bit."""
     wrong = sum(not torch.equal(actual, expected) for actual, expected in pairs)
     return Row(check, case, "FAILED" if wrong else "ok", f"{wrong} of {len(pairs)} differ" if wrong else "equal bits")
-
-
-def table(rows: Sequence[Row]) -> str:
-    """As markdown."""
-    lines = ["| check | case | outcome | |", "|---|---|---|---|"]
-    lines += [f"| {row.check} | {row.case} | {row.outcome} | {row.detail} |" for row in rows]
-    return "\n".join(lines) + "\n"
