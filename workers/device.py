@@ -49,10 +49,9 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceMemory:
-        """As it is now, when everything that nobody holds has been given back."""
+        """As it is now. What torch has cached counts as taken: later steps need again what dry ones needed."""
         gc.collect()
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
 

@@ -52,7 +52,7 @@ class GraphRecorder:
         if self._anchor is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._anchor = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._anchor, stream=self._stream):
+            with self._recording(self._anchor):
                 torch.zeros(1, device="cuda")
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -60,6 +60,10 @@ class GraphRecorder:
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._anchor.pool(), stream=self._stream):
+        with self._recording(graph, pool=self._anchor.pool()):
             result, num_ops = count_ops(step, launch)
         return Captured(result, graph.replay, num_ops)
+
+    def _recording(self, graph: Any, **more: Any) -> Any:
+        """What other threads do with the device meanwhile is none of its business; by default it would be an error."""
+        return torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local", **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
 from tandem.kernels.compiler import fingerprint
 from tandem.kernels.ops import StepLayout
@@ -105,8 +106,15 @@ def device_key(device: torch.device) -> DeviceKey:
     versions["kernels"] = source.hexdigest()[:16]
     if device.type != "cuda":
         return DeviceKey("interpreter", 1, versions)
-    versions["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+    versions["driver"] = _driver_version()
     return DeviceKey(torch.cuda.get_device_name(device), 1, versions)
+
+
+def _driver_version() -> str:
+    """Torch has no public name for it, and the private one comes and goes."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return str(version.value)
 
 
 @cache
@@ -234,9 +242,10 @@ def _record(run: Callable[[Candidate, int], None], candidate: Candidate) -> Call
     """A graph of many runs: started one by one, the host would be timed. Raises `CandidateUnavailable`."""
     try:
         run(candidate, 0)
-    except OutOfResources as error:
+    except (TritonError, RuntimeError) as error:  # of either kind, the compiler's too: the others may do
         raise CandidateUnavailable(str(error)) from error
-    torch.cuda.synchronize()
+    finally:
+        torch.cuda.synchronize()  # a device that has failed says so here
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for index in range(_OPS_PER_CALL):

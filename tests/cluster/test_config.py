@@ -74,6 +74,7 @@ def test_how_many_workers_are_started(asked: dict[str, int], workers: tuple[int,
         ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
         ({"max_model_len": 1}, "--max-model-len must be at least 2"),
         ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes must be positive"),
+        ({"gpu_memory_utilization": 90.0}, "--gpu-memory-utilization must be above 0, at most 1, but is 90.0"),
         ({"kv_host_memory_bytes": -1}, "--kv-host-memory-bytes must not be negative, but is -1"),
         ({"kv_disk_path": "/somewhere"}, "--kv-disk-path needs --kv-disk-bytes"),
         ({"kv_disk_bytes": 1000}, "--kv-disk-bytes needs --kv-disk-path"),
@@ -176,21 +177,21 @@ def test_tiers_must_hold_a_block_and_fit_into_the_machine(tmp_path: Path) -> Non
     assert list(new.iterdir()) == []
 
 
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(resolve_module, "CUDA_DEVICE_FILES", (str(tmp_path / "absent"),))
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_module, "count_gpus", lambda: 0)
     with pytest.raises(UserError, match="--device cuda: this machine has no CUDA device"):
         resolve_module.resolve_device("cuda")
     assert resolve_module.resolve_device("auto") == "cpu"
-    monkeypatch.setattr(resolve_module, "CUDA_DEVICE_FILES", (str(tmp_path),))
+    monkeypatch.setattr(resolve_module, "count_gpus", lambda: 1)
     assert resolve_module.resolve_device("auto") == "cuda"
     assert resolve_module.resolve_device("cpu") == "cpu"
 
 
-def test_a_level_of_the_cpu_is_for_all_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_level_of_the_cpu_is_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = worker_configs(resolved(cpu_level="avx2", decode=2), b"key")
     assert {worker.cpu_level for worker in configs} == {"avx2"}
     assert {worker.cpu_level for worker in worker_configs(resolved(), b"key")} == {None}
-    monkeypatch.setattr(resolve_module, "CUDA_DEVICE_FILES", (str(tmp_path),))
+    monkeypatch.setattr(resolve_module, "count_gpus", lambda: 1)
     with pytest.raises(UserError, match="--cpu-level avx2 is for CPUs, but workers compute on cuda: see --device"):
         resolved(cpu_level="avx2")
     assert resolved(cpu_level="avx2", device="cpu").device == "cpu"

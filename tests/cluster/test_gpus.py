@@ -72,7 +72,7 @@ def test_workers_that_outnumber_gpus_share_them(
     assert {worker.gpu_share for worker in workers} == {amount}
     assert {worker.gpu_memory_utilization for worker in workers} == {0.8}
     assert {placement_of(config).bundle_of(worker)["GPU"] for worker in workers} == {amount}
-    assert amount * -(-len(workers) // num_gpus) <= 1
+    assert "address" in asked or amount * -(-len(workers) // num_gpus) <= 1
 
 
 def test_a_role_may_have_more_of_a_gpu(devices: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine_play import MakeEngine, MakeRequest, run, runner_of, start_handover, until
 
 from tandem.workers.batch import Batch, SampledToken
-from tandem.workers.errors import RequestError
+from tandem.workers.errors import DeviceLost, RequestError
 from tandem.workers.fake_runner import expected_tokens
 from tandem.workers.steps import STEP_FAILED, StepOutput, StepTimes
 
@@ -135,6 +135,20 @@ async def test_run_survives_failing_steps(make_engine: MakeEngine, make_request:
     assert [(output.sequence.request_id, output.error) for output in outputs] == [("bad", STEP_FAILED), ("good", None)]
     engine.close()
     await asyncio.wait_for(task, 5)
+
+
+async def test_a_lost_device_ends_the_run(make_engine: MakeEngine, make_request: MakeRequest) -> None:
+    """Every later step would fail, too: the worker must make room for its next incarnation."""
+    engine = make_engine(50)
+    runner = runner_of(engine)
+
+    def fail(batch: Batch) -> list[SampledToken | None]:
+        raise DeviceLost("gone")
+
+    runner.execute = fail  # type: ignore[method-assign]
+    engine.add(make_request("r", range(10)))
+    with pytest.raises(DeviceLost):
+        await asyncio.wait_for(engine.run(), 5)
 
 
 def test_cache_events_tell_what_the_cache_holds(make_engine: MakeEngine, make_request: MakeRequest) -> None:

@@ -37,6 +37,17 @@ def test_bytes_are_a_writable_view_and_the_digest_covers_them() -> None:
     assert [block for block in range(4) if cache.digest(block) != before[block]] == [2]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # which stands for any other
+def test_it_may_be_written_outside_of_inference_mode(device: str) -> None:
+    """As tiers, transports and the probe do, in threads of their own."""
+    with torch.inference_mode():
+        cache = KVCache(CONFIG, 4, 16, torch.bfloat16, device)
+    assert not cache.tensor.is_inference()
+    cache.tensor[2].view(torch.uint8).zero_()
+    with torch.inference_mode():
+        cache.copy_block(2, 3)
+
+
 @pytest.mark.parametrize("block_id", [-1, 4 + NUM_PROBE_BLOCKS])
 def test_unknown_blocks_are_refused(block_id: int) -> None:
     with pytest.raises(IndexError):

@@ -203,6 +203,6 @@ def test_a_rehearsal_runs_every_size_and_changes_nothing(backend: str, monkeypat
     monkeypatch.setattr(runner.decoder, "forward", lambda ids, *rest: sizes.append(ids.shape[0]) or forward(ids, *rest))
     runner.rehearse()
     monkeypatch.undo()
-    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 1, 1, 1]  # as far as the longest sequence
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 8, 8, 8]  # to the longest sequence, and the most of them
     assert runner.counts == StepCounts()
     assert generate(runner, [0, 3], 17, 3) == expected

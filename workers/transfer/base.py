@@ -112,6 +112,14 @@ def check_pull(
             raise refused(f"{side} block out of range: ids {min(blocks)} to {max(blocks)} of {num_blocks} blocks")
 
 
+def finish_copies(blocks: torch.Tensor) -> None:
+    """Wait for what this thread has copied into a pool: whoever reads it next may do so on another stream."""
+    if blocks.is_cuda:
+        import torch
+
+        torch.cuda.current_stream(blocks.device).synchronize()
+
+
 def refused(message: str) -> TransferError:
     return TransferError(message, reason="refused")
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from tandem.workers.errors import TransferError
-from tandem.workers.transfer.base import KVPoolMemory, check_pull, refused, undisturbed
+from tandem.workers.transfer.base import KVPoolMemory, check_pull, finish_copies, refused, undisturbed
 
 
 class LocalPools:
@@ -80,5 +80,6 @@ class LocalTransfer:
         def copy() -> None:
             for remote, local in zip(remote_blocks, local_blocks, strict=True):
                 self._pool.blocks[local].copy_(source.blocks[remote])
+            finish_copies(self._pool.blocks)
 
         await asyncio.get_running_loop().run_in_executor(self._thread, copy)

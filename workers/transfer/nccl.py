@@ -32,7 +32,7 @@ import torch
 import torch.distributed as distributed
 
 from tandem.workers.errors import TransferError, UserError
-from tandem.workers.transfer.base import KVPoolMemory, check_pull, refused, undisturbed
+from tandem.workers.transfer.base import KVPoolMemory, check_pull, finish_copies, refused, undisturbed
 from tandem.workers.transfer.nccl_channel import Answer, Ask, Channel, Join, Put, SharedStore, remaining_s
 
 _PIECE_BYTES = 16 << 20
@@ -164,8 +164,7 @@ class _Link:
             staged = self._blocks.new_empty((len(piece), self._blocks.shape[1]))
             group.receive(staged, deadline)
             self._blocks.index_copy_(0, torch.tensor(piece, device=self._blocks.device), staged)
-        if self._blocks.is_cuda:  # digests are read on another stream
-            torch.cuda.current_stream(self._blocks.device).synchronize()
+        finish_copies(self._blocks)
 
     def _drop(self) -> None:
         if self._channel is not None:

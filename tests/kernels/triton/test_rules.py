@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import PTXASError
 
 from tandem.kernels.ops import Ops, PackedLinear, StepLayout
-from tandem.kernels.triton import activation, attention, linear
+from tandem.kernels.triton import activation, attention, linear, tuning
 from tandem.kernels.triton.backend import TritonOps
 from tandem.kernels.triton.buffers import Buffers
 from tandem.kernels.triton.device import ARCHITECTURES, Architecture, Tile, fits
 from tandem.kernels.triton.graph import count_ops
-from tandem.kernels.tuning import Candidate, Choices, TunableOps, TuningKey, TuningWorkload
+from tandem.kernels.tuning import Candidate, CandidateUnavailable, Choices, TunableOps, TuningKey, TuningWorkload
 
 CHIPS = [pytest.param(chip, id=f"sm_{chip.capability}") for chip in ARCHITECTURES.values()]
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -100,6 +103,35 @@ def test_tunables_have_the_keys_that_ops_look_up(make_layout: Callable[..., Step
     assert all(key in tunables for key in asked)
 
 
+def test_a_gpu_is_known_by_its_name_and_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_version(place: Any) -> None:
+        place._obj.value = 13010
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=get_version))
+    key = tuning.device_key(torch.device("cuda", 0))
+    assert (key.name, key.versions["driver"]) == ("NVIDIA H200", "13010")
+
+
+@pytest.mark.parametrize("error", [PTXASError("no"), RuntimeError("PassManager::run failed")])
+def test_a_candidate_that_does_not_compile_leaves_the_others(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """But a device that has failed fails all of them."""
+
+    def run(candidate: Candidate, index: int) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(CandidateUnavailable):
+        tuning._record(run, Candidate.of(a=1))
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        tuning._record(run, Candidate.of(a=1))
+
+
 def test_a_choice_that_is_not_offered_is_not_taken() -> None:
     """A cache file may come from another version."""
     ops = TritonOps()
@@ -134,33 +166,57 @@ def test_kernels_are_counted_and_views_and_allocations_are_not() -> None:
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as recording needs: a graph replays by calling nothing, and remembers its pool."""
+    """As much of `torch.cuda` as recording needs: a graph replays by calling nothing. As in torch, a pool is given up
+    when its last graph has gone, and fails when it is used again."""
 
     def __init__(self) -> None:
-        self.pools: list[object] = []
+        self.pools: list[int] = []
+        """Of each graph, in order."""
+        self.streams: list[object] = []
         self.replays = 0
+        self._live: list[int] = []
 
-    def graph(self, graph: object, pool: object, stream: object) -> contextlib.AbstractContextManager[None]:
-        self.pools.append(pool)
+    def graph(
+        self, graph: Any, pool: int | None = None, stream: object = None, capture_error_mode: str = "global"
+    ) -> contextlib.AbstractContextManager[None]:
+        assert pool is None or pool in self._live, "the pool is not alive"
+        graph.pool_id = len(self.pools) if pool is None else pool
+        self.pools.append(graph.pool_id)
+        self._live.append(graph.pool_id)
+        self.streams.append(stream)
         return contextlib.nullcontext()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def replay(_: object) -> None:
-            self.replays += 1
+        cuda, zeros = self, torch.zeros
 
-        stream = SimpleNamespace(wait_stream=lambda other: None)
+        class CUDAGraph:
+            pool_id = -1
+
+            def pool(self) -> int:
+                return self.pool_id
+
+            def replay(self) -> None:
+                cuda.replays += 1
+
+            def __del__(self) -> None:
+                cuda._live.remove(self.pool_id)
+
+        class Stream:
+            def wait_stream(self, other: object) -> None:
+                """Everything is done in order anyway."""
+
         fakes = {
             "is_available": lambda: True,
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
+            "Stream": Stream,
+            "current_stream": Stream,
             "stream": lambda _: contextlib.nullcontext(),
             "synchronize": lambda: None,
-            "graph_pool_handle": object,
-            "CUDAGraph": type("CUDAGraph", (), {"replay": replay}),
+            "CUDAGraph": CUDAGraph,
             "graph": self.graph,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **more: zeros(*shape, **more))
 
 
 def test_steps_run_once_before_they_are_recorded_and_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +233,21 @@ def test_steps_run_once_before_they_are_recorded_and_share_one_pool(monkeypatch:
     assert second is not None
     assert len(calls) == 4
     assert len(set(cuda.pools)) == 1
+    assert len(set(cuda.streams)) == 1, "memory is shared on one stream only"
     assert first.num_ops == second.num_ops == 2
     assert first.result is not second.result
     first.replay()
     assert (cuda.replays, len(calls)) == (1, 4)
+
+
+def test_steps_can_be_recorded_anew_when_all_older_ones_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, ops = FakeCuda(), TritonOps(Counted())
+    cuda.install(monkeypatch)
+    x, weight = torch.ones(2, 64), torch.ones(64)
+    for _ in range(2):
+        captured = ops.capture(lambda: ops.rms_norm(x, weight, 1e-5))
+        assert captured is not None
+        del captured
 
 
 def test_without_a_gpu_nothing_is_captured(ops: Ops) -> None:
