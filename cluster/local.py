@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.cluster.model_cache import Progress, cache_folder, ignore_progress
+from tandem.cluster.logs import say
+from tandem.cluster.model_cache import Progress, cache_folder
 from tandem.cluster.model_source import DtypeChoice, ResolvedModel, resolve_model
 from tandem.kernels.tuning_cache import TUNING_FILE
 from tandem.router.detokenizer import Detokenizer
@@ -32,17 +33,17 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     dtype: DtypeChoice = "auto",
-    num_threads: int | None = None,
-    progress: Progress = ignore_progress,
 ) -> list[str]:
-    """Continue each prompt; all of them in one batch. Returns the new text, in order.
+    """Continue each prompt; all of them in one batch. Returns the new text, in order. What takes time at a first start
+    is told on standard error.
 
     Raises `UserError` for a model that cannot be served, or a prompt that does not fit.
     """
+    progress = _teller()
     resolved = resolve_model(model, dtype=dtype, progress=progress)
     tokenizer = Tokenizer(resolved.folder)
     progress("loading weights", None, None)
-    engine = _load(resolved, num_threads or torch.get_num_threads())
+    engine = _load(resolved)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         seed=seed,
@@ -70,9 +71,20 @@ def generate(
     return [text + detokenizers[request_id].finish() for request_id, text in answers.items()]
 
 
-def _load(resolved: ResolvedModel, num_threads: int) -> Engine:
+def _teller() -> Progress:
+    """Each message once, however often it comes."""
+    told: set[str] = set()
+
+    def tell(message: str, done: int | None = None, total: int | None = None) -> None:
+        if message not in told:
+            told.add(message)
+            say(message)
+
+    return tell
+
+
+def _load(resolved: ResolvedModel) -> Engine:
     """An engine of its own, as a worker loads it."""
-    torch.set_num_threads(num_threads)
     blocks = num_blocks_for(KV_MEMORY_BYTES, resolved.config, BLOCK_SIZE, getattr(torch, resolved.dtype))
     config = WorkerConfig(
         model_path=resolved.folder,
@@ -83,7 +95,7 @@ def _load(resolved: ResolvedModel, num_threads: int) -> Engine:
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=KV_MEMORY_BYTES,
         max_model_len=min(MAX_CONTEXT, resolved.config.max_position_embeddings, blocks * BLOCK_SIZE),
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
         tuning_file=cache_folder() / TUNING_FILE,
     )
     model_config, kv_cache, runner = load_runner(config)
