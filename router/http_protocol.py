@@ -8,6 +8,7 @@ then writing waits. Offers `direct_write` to the application.
 
 Offers to go on in another protocol (HTTP/2 without TLS, as Java's client makes with every request) are declined, and
 the request is answered as it came. A client that hangs up while several of its requests wait is noticed by all of them.
+A client that speaks HTTP/1.0 knows no chunks: its stream comes as it is and ends with the connection.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tandem.router.direct_write import EXTENSION
@@ -31,6 +33,8 @@ PATIENCE_S = 30.0
 """With clients that do not read, unless the application sets another."""
 OFFER = {b"upgrade", b"http2-settings"}
 """Headers of an offer to go on in another protocol; `connection` names them."""
+BEFORE_CHUNKS = ("0.9", "1.0")
+"""Versions of HTTP."""
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Unavailable"}
 
 
@@ -152,6 +156,12 @@ class LimitedProtocol(HttpToolsProtocol):
             extensions[EXTENSION] = self._writer
             self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """A request's turn has come. One of HTTP/1.0 is the last on its connection: uvicorn closes behind it."""
+        knows_chunks = cycle.scope["http_version"] not in BEFORE_CHUNKS
+        self._writer.writes_chunks = knows_chunks
+        super()._start_asgi_task(cycle, app if knows_chunks else _until_closed(cycle, app))
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._writer.is_ready = False
@@ -217,12 +227,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _DirectWriter:
-    """See `direct_write.DirectWriter`: what uvicorn's `send` does with a part of a body in chunks, and nothing else."""
+    """See `direct_write.DirectWriter`: what uvicorn's `send` does with a part of a body, and nothing else."""
 
-    __slots__ = ("_transport", "is_ready", "patience_s")
+    __slots__ = ("_transport", "is_ready", "patience_s", "writes_chunks")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.is_ready = True
+        self.writes_chunks = True
         self.patience_s = PATIENCE_S
         self._transport = transport
 
@@ -230,10 +241,34 @@ class _DirectWriter:
         return self._transport.get_write_buffer_size()
 
     def write(self, content: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(content), content))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(content), content) if self.writes_chunks else content)
 
     def abort(self) -> None:
         self._transport.abort()
+
+
+def _until_closed(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
+    """The application, for a client that takes a body without a length to end with the connection. Any: uvicorn has
+    types of its own for what Starlette has types for."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                # uvicorn expects what has no chunks to have a length: it is as long as it gets
+                cycle.expected_content_length += len(message.get("body", b""))
+            await send(message)
+
+        cycle.waiting_for_100_continue = False  # nor does it know of answers before the answer
+        await app(scope, receive, send_plain)
+
+    return answer
 
 
 def _without_offer(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:

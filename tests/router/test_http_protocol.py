@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from tandem.router.direct_write import direct_writer
 from tandem.router.http import read_body, send_json
 from tandem.router.http_protocol import HttpLimits, limited_protocol
 
@@ -183,3 +184,39 @@ async def test_a_client_that_hangs_up_is_noticed_by_all_of_its_requests(serving_
             writer.write((GET + b"\r\n") * 2)
             await asyncio.wait_for(started.wait(), 3)
         await asyncio.wait_for(left.wait(), 3)
+
+
+async def parts(scope: Scope, receive: Receive, send: Send) -> None:
+    """A body without a length, written in all the ways there are."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"one ", "more_body": True})
+    writer = direct_writer(scope)
+    assert writer is not None
+    writer.write(b"two ")
+    await send({"type": "http.response.body", "body": b"", "more_body": True})
+    await send({"type": "http.response.body", "body": b"three"})
+
+
+CHUNKS = b"4\r\none \r\n4\r\ntwo \r\n5\r\nthree\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("asked_for", [b"", b"connection: keep-alive\r\n", b"expect: 100-continue\r\n"])
+async def test_who_speaks_the_first_version_gets_no_chunks(serving_on: Any, asked_for: bytes) -> None:
+    async with serving_on(parts, limited_protocol(LIMITS)) as port, connected(port) as (reader, writer):
+        # behind a request of the second version, which does
+        writer.write(GET + b"\r\n" + b"GET / HTTP/1.0\r\n" + asked_for + b"\r\n")
+        first, *rest = (await asyncio.wait_for(reader.read(), 3)).split(b"HTTP/1.1 200 OK\r\n")[1:]
+        assert first.endswith(b"transfer-encoding: chunked\r\n\r\n" + CHUNKS)
+        head, _, body = rest[0].partition(b"\r\n\r\n")
+        assert (len(rest), body) == (1, b"one two three")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+
+
+async def test_who_speaks_the_first_version_is_told_lengths(mirror_port: int) -> None:
+    async with connected(mirror_port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello")
+        _, headers, seen = await answer(reader)
+        assert (headers["connection"], seen["num_bytes"]) == ("close", 5)
+        assert await reader.read() == b""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import openai
@@ -112,3 +114,22 @@ async def test_the_clients_own_retries(open_house: Any, tokenizer: Any) -> None:
     client._client.event_hooks["response"].append(note)
     answer = await client.chat.completions.create(model="tiny", messages=HELLO)
     assert (answer.choices[0].message.content, statuses) == ("Yes.", [429, 200])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_stream_for_a_client_of_http_1_0(open_house: Any, saying: Any, events_of: Any, path: str) -> None:
+    """As many frames as tokens: most go the direct way, and none in chunks."""
+    house = await open_house(saying("Grüße 🙂 from afar, and more of them"))
+    body = json.dumps(stream_body(path, n=2, max_tokens=100)).encode()
+    head = f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rpartition(":")[2]))
+    writer.write(head.encode() + body)
+    answered, _, content = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    writer.close()
+    assert b"chunked" not in answered
+    events = [data for _, data in events_of(content.decode())]
+    assert events.pop() == "[DONE]"
+    for index in (0, 1):
+        choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert "".join(map(text_of, choices)) == "Grüße 🙂 from afar, and more of them"
+    assert await house.outcomes() == {"ok": 1}
