@@ -36,6 +36,8 @@ class ScoredToken:
     token_id: int
     logprobs: TokenLogprobs
     text_offset: int
+    num_pieces: int = 0
+    """Of the answer, before this token was read: it is a part of the next one, or there is none."""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,8 @@ class Answer:
         for position, token_id in enumerate(chunk.token_ids):
             delta.token_ids.append(token_id)
             if chunk.logprobs is not None:
-                delta.scored.append(ScoredToken(token_id, chunk.logprobs[position], self._text_len))
+                num_pieces = len(total.pieces) + len(delta.pieces)
+                delta.scored.append(ScoredToken(token_id, chunk.logprobs[position], self._text_len, num_pieces))
             ends_here = chunk.finish_reason == "stop" and position == len(chunk.token_ids) - 1
             # the token that ended the answer is counted and scored, and is no part of the text
             if self._includes_stop or not (ends_here and token_id in self._stop_token_ids):

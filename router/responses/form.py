@@ -57,7 +57,7 @@ class ResponseForm:
         return self._events(self._output.push(self._pieces(delta), self._logprobs(delta)))
 
     def show_text(self, index: int, text: str) -> bytes:
-        return self._events(self._output.push([Content(text)], [])) if text else b""
+        return self._events(self._output.push([Content(text)])) if text else b""
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         events: list[Event] = []
@@ -86,11 +86,12 @@ class ResponseForm:
     def _pieces(self, delta: Delta) -> Sequence[Piece]:
         return pieces_of(delta, self._plan.showing.reading)
 
-    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+    def _logprobs(self, delta: Delta) -> Iterable[tuple[int, dict[str, Any]]]:
+        """With the number of pieces before each token, as `Output.push` takes them."""
         if not self._asked.request.shows_logprobs:
-            return []
-        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, delta.scored)["content"]
-        return content
+            return ()
+        content = chat_logprobs(self._tokenizer, delta.scored)["content"]
+        return zip([token.num_pieces for token in delta.scored], content, strict=True)
 
     def _finished(self, answer: Answer, usage: Usage, events: list[Event]) -> dict[str, Any]:
         is_whole = answer.total.finish_reason == "stop"

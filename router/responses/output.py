@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tandem.router.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
@@ -19,33 +20,48 @@ class Output:
         self._text = ""
         """Of the item that is being written."""
         self._logprobs: list[dict[str, Any]] = []
-        self._waiting: list[dict[str, Any]] = []
-        """Of tokens that have made no text yet: parts of a character, thoughts, what may become a stop string."""
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        """Of tokens that have made no piece yet: parts of a character, what may become a stop string or a call."""
+        self._num_pieces = 0
 
-    def push(self, pieces: Sequence[Piece], logprobs: list[dict[str, Any]]) -> list[Event]:
-        """`logprobs`: of the tokens that made these pieces, if they made any. They are shown with the next text; behind
-        the last of it (the token that ended it) with an empty one."""
+    def push(self, pieces: Sequence[Piece], logprobs: Iterable[tuple[int, dict[str, Any]]] = ()) -> list[Event]:
+        """`logprobs`: of the tokens that came with these pieces, each with the number of pieces before it. They are
+        shown where the token's piece is text: those of thoughts and calls are nowhere in this API."""
         events: list[Event] = []
         self._waiting += logprobs
         for piece in pieces:
+            told = self._told_of_next()
             match piece:
                 case Content(text):
                     self._ensure("message", events)
-                    self._write(text, events)
+                    self._write(text, told, events)
                 case Reasoning(text):
                     self._ensure("reasoning", events)
                     self._grow("response.reasoning_text.delta", text, events, content_index=0)
                 case CallStart(_, name):
-                    self.close("completed", events)
+                    self._close_item("completed", events)
                     self._open(_new_call(name), events)
                 case CallArguments(_, text):
                     self._grow("response.function_call_arguments.delta", text, events)
-        if self._waiting and self._is_open("message"):
-            self._write("", events)
         return events
 
     def close(self, status: str, events: list[Event]) -> None:
-        """The item that is being written, if any, is as long as it gets."""
+        """The end: the item that is being written, if any, is as long as it gets. Behind the last text come the tokens
+        that made none, as the one that ended it."""
+        told = self._told_of_next()
+        if told and self._is_open("message"):
+            self._write("", told, events)
+        self._close_item(status, events)
+
+    def _told_of_next(self) -> list[dict[str, Any]]:
+        """The logprobs of the tokens that made the next piece."""
+        told = []
+        while self._waiting and self._waiting[0][0] <= self._num_pieces:
+            told.append(self._waiting.popleft()[1])
+        self._num_pieces += 1
+        return told
+
+    def _close_item(self, status: str, events: list[Event]) -> None:
         item = self.items[-1] if self.items else None
         if item is None or item["status"] != "in_progress":
             return
@@ -72,7 +88,7 @@ class Output:
     def _ensure(self, kind: str, events: list[Event]) -> None:
         if self._is_open(kind):
             return
-        self.close("completed", events)
+        self._close_item("completed", events)
         self._open(_new_message() if kind == "message" else _new_reasoning(), events)
         part = {"type": "response.content_part.added", **self._where(), "content_index": 0, "part": self._part(kind)}
         events.append(part)
@@ -81,8 +97,7 @@ class Output:
         last = self.items[-1] if self.items else None
         return last is not None and last["type"] == kind and last["status"] == "in_progress"
 
-    def _write(self, text: str, events: list[Event]) -> None:
-        logprobs, self._waiting = self._waiting, []
+    def _write(self, text: str, logprobs: list[dict[str, Any]], events: list[Event]) -> None:
         self._logprobs += logprobs
         self._grow("response.output_text.delta", text, events, content_index=0, logprobs=logprobs)
 

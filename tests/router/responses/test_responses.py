@@ -185,6 +185,35 @@ async def test_a_stream_tells_the_logprobs_of_all_tokens(house: Any, events_of: 
     assert events[-1]["response"]["output"][0]["content"][0] == whole
 
 
+@pytest.mark.parametrize("frame_len", [1, 2, 5, 500])
+@pytest.mark.parametrize("length", [9, 20, 200])
+async def test_logprobs_beside_calls_are_the_same_in_a_stream(
+    open_house: Any, saying: Any, frame_len: int, length: int
+) -> None:
+    """Those of calls are nowhere; of what looks like one and is none, with its text."""
+    house = await open_house(saying(f"{CALL}\nGrüße <tool_ca", frame_len=frame_len), max_model_len=2048)
+    given: Any = {"model": "tiny", "input": "Hi", "tools": TOOLS, "top_logprobs": 1, "max_output_tokens": length}
+    whole = await house.client.responses.create(**given)
+    streamed: dict[int, list[Any]] = {}
+    async for event in await house.client.responses.create(**given, stream=True):
+        if event.type == "response.output_text.delta":
+            streamed.setdefault(event.output_index, []).extend(each.token for each in event.logprobs)
+        if event.type in ("response.completed", "response.incomplete"):
+            last = event.response
+    told = {
+        index: [each.token for each in item.content[0].logprobs]
+        for index, item in enumerate(whole.output)
+        if item.type == "message"
+    }
+    assert streamed == told
+    assert [item.content for item in last.output if item.type == "message"] == [
+        item.content for item in whole.output if item.type == "message"
+    ]
+    if length == 200:
+        assert "".join(told[0]) == "Sure."
+        assert "".join(told[2]).endswith("<tool_ca<|im_end|>")
+
+
 async def test_a_form(house: Any, strictly: Any) -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     given = {"model": "tiny", "input": "Hi", "text": {"format": form}}
