@@ -50,11 +50,12 @@ class Child:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                row = Row(**json.loads(line))
-            except (ValueError, TypeError):
-                sys.stderr.write(line)
-                continue
-            self._rows.append(row)
-            sys.stderr.write(f"{row.check}: {row.case}: {row.outcome} {row.detail}\n")
+        with self._process.stdout as lines:
+            for line in lines:
+                try:
+                    row = Row(**json.loads(line))
+                except (ValueError, TypeError):
+                    sys.stderr.write(line)
+                    continue
+                self._rows.append(row)
+                sys.stderr.write(f"{row.check}: {row.case}: {row.outcome} {row.detail}\n")

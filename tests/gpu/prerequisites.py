@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "numpy", "msgspec", "xxhash", "llguidance", "safetensors", "psutil")
-"""Without NIXL one check is skipped."""
+PACKAGES = ("torch", "triton", "numpy", "msgspec", "xxhash", "llguidance", "safetensors", "psutil", "platformdirs")
+"""Without NIXL, what needs it is skipped."""
 
 
 def missing(*, is_dry: bool) -> list[str]:

@@ -2,9 +2,9 @@
 # All that only a GPU can show, on a machine with one: tests/gpu/run.sh [--dry-run] [--list] [--only NAME ...]
 #
 # Takes nothing from the network. Needs a Python of 3.11 or newer that has torch for CUDA, triton, numpy, msgspec, xxhash,
-# llguidance, safetensors and psutil (and nixl-cu12 or nixl-cu13 for KV between processes), and a C compiler, with which
-# triton builds its launchers. That Python is PYTHON, or the first of .venv/bin/python, python3 and python that has them;
-# PYTHONPATH may name a folder with packages that it lacks (pip install --target).
+# llguidance, safetensors, psutil and platformdirs (and nixl-cu12 or nixl-cu13 for KV between processes), and a C compiler,
+# with which triton builds its launchers. That Python is PYTHON, or the first of .venv/bin/python, python3 and python that
+# has them; PYTHONPATH may name a folder with packages that it lacks (pip install --target).
 #
 # --dry-run needs no GPU: the smallest case of each check, in triton's interpreter, in the same processes and under the
 # same limits. Prints one table, and writes it as $OUT/gpu.md where OUT is set. Ends within 8 minutes whatever happens.

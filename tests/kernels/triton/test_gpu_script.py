@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,37 @@ def test_a_python_that_lacks_something_is_told_in_one_line(tmp_path: Path) -> No
     assert done.returncode == 2
     assert f"{bare} lacks torch, triton, numpy" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+IMPORTER = """
+import sys
+from importlib import import_module
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+from plan import PLAN
+for one in PLAN:
+    import_module(one.module)
+"""
+
+
+def test_it_asks_for_all_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU may have little else, and no way to get it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from prerequisites import PACKAGES
+
+    declared = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    names = {re.split("[^a-z0-9-]", one)[0].replace("-", "_") for one in declared["project"]["dependencies"]}
+    refused = names - set(PACKAGES) - {"jinja2"}  # torch's
+    assert "ray" in refused
+    program = IMPORTER.replace("{names}", repr(refused))
+    variables = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=variables)
+    assert done.returncode == 0, done.stderr
 
 
 BROKEN = """
