@@ -8,12 +8,13 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tandem.router.errors import ApiError, bad_request, shutting_down, too_many
+from tandem.workers.types import PRIORITY_S
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class Gate:
     """
 
     def __init__(
+    rank: float
+    """Its place in line: when it came, and with a priority so much later."""
         self,
         slo_ttft_s: float | None,
         slo_itl_s: float | None,
@@ -121,7 +124,7 @@ class Gate:
         self._slo_itl_s = slo_itl_s
         self._max_queue = max_queue
         self._clock = clock
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []
         self._pump: asyncio.Task[None] | None = None
         self._last_entry = -math.inf
         self._changed = asyncio.Event()
@@ -138,18 +141,22 @@ class Gate:
         """Something has ended: whoever is first in line may fit now."""
         self._changed.set()
 
-    async def enter(self, predict: Callable[[], Prediction], book: Callable[[], None], arrived: float) -> None:
+    async def enter(
+        self, predict: Callable[[], Prediction], book: Callable[[], None], arrived: float, priority: int = 0
+    ) -> None:
         """Returns once `book` was called, which is done the moment that `predict` meets the limits, before anybody
         else is looked at. Raises `ApiError` 429, and what the two raise."""
         prediction = predict()
-        if not self._waiting and self._may_enter(prediction, arrived):
+        rank = arrived + PRIORITY_S * priority
+        is_first = not self._waiting or rank < self._waiting[0].rank
+        if is_first and self._may_enter(prediction, arrived):
             self._let_in_by(book)
             return
         left_s = self._latest_entry(prediction, arrived) - self._clock()
         if left_s <= 0 or len(self._waiting) >= self._max_queue:
             raise self._refusal(prediction)
-        waiting = _Waiting(predict, book, arrived, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        waiting = _Waiting(predict, book, arrived, rank, asyncio.get_running_loop().create_future())
+        insort(self._waiting, waiting, key=lambda each: each.rank)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._let_in(), name="gate")
         try:
@@ -192,7 +199,7 @@ class Gate:
         )
 
     async def _let_in(self) -> None:
-        """First come, first served, while somebody waits."""
+        """By rank, while somebody waits."""
         while self._waiting:
             first = self._waiting[0]
             try:
@@ -202,7 +209,7 @@ class Gate:
             except ApiError as error:
                 first.let_in.set_exception(error)
             if first.let_in.done():
-                self._waiting.popleft()
+                self._waiting.pop(0)
                 continue
             self._changed.clear()
             try:

@@ -272,7 +272,7 @@ class Generation:
         return not self.unfinished
 
 
-async def enter_together(generations: Sequence[Generation], gate: Gate, arrived: float) -> None:
+async def enter_together(generations: Sequence[Generation], gate: Gate, arrived: float, priority: int) -> None:
     """All prompts of one request are let in at once, so that none is refused when others have begun. Raises `ApiError`
     429. Each is predicted as if it were alone."""
     await asyncio.gather(*(generation.look_up() for generation in generations))
@@ -291,7 +291,7 @@ async def enter_together(generations: Sequence[Generation], gate: Gate, arrived:
         for generation in generations:
             generation.book()
 
-    await gate.enter(predict, book, arrived)
+    await gate.enter(predict, book, arrived, priority)
 
 
 async def run_all(generations: Sequence[tuple[Generation, Sink]]) -> None:

@@ -38,6 +38,9 @@ class Plan:
     """The field that `sampling.grammar` was made from."""
     cache_salt: str | None = None
     """Sets these prompts' cached blocks apart from the tenant's others."""
+    priority: int = 0
+    cache_key: str | None = None
+    """Requests with the same one prefer the same workers."""
     retention: Retention = field(default_factory=Retention)
 
     @property
@@ -61,6 +64,7 @@ class Plan:
                 choices=choices,
                 salt=salt,
                 retention=self.retention,
+                priority=self.priority,
             )
             for position, prompt in enumerate(self.prompts)
         ]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from tandem.workers.sequence import Sequence
 
-
-def _order(sequence: Sequence) -> int:
-    return sequence.order
+_rank = attrgetter("rank")
 
 
 class ByAge:
-    """Sequences, oldest first. O(log n) to find; the moves of a Python list do not count at these lengths."""
+    """Sequences, oldest first, where a priority counts as youth (`Sequence.rank`). O(log n) to find; the moves of a
+    Python list do not count at these lengths."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
@@ -32,9 +32,9 @@ class ByAge:
         return self._items[0]
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._items, sequence, key=_order)
+        insort(self._items, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        index = bisect_left(self._items, sequence.order, key=_order)
+        index = bisect_left(self._items, sequence.rank, key=_rank)
         assert self._items[index] is sequence, f"sequence {sequence.order} is not here"
         del self._items[index]

@@ -111,6 +111,7 @@ class Embedder:
                 self.pooling.mode,
                 salt=message.salt,
                 retention=message.retention,
+                priority=message.priority,
                 num_source_blocks=0 if message.source is None else message.source.num_blocks,
             )
         except RequestError as error:

@@ -142,6 +142,7 @@ class Engine(Stepper):
         *,
         salt: str = "",
         retention: Retention | None = None,
+        priority: int = 0,
         num_source_blocks: int = 0,
     ) -> Sequence:
         """Queue tokens whose embedding is wanted: a prompt that is read, by chunks like any other, and not continued.
@@ -152,6 +153,7 @@ class Engine(Stepper):
         sequence = self._unanswered(
             *(request_id, token_ids, salt),
             retention=retention or Retention(),
+            priority=priority,
             pooling=pooling,
             num_source_blocks=num_source_blocks,
             queued_at=time.monotonic(),

@@ -89,6 +89,7 @@ class Handover(Attempt):
             choice=sequence.choice,
             salt=self._salt,
             retention=sequence.retention,
+            priority=sequence.priority,
             source=self._source,
         )
 

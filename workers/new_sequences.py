@@ -38,6 +38,7 @@ def sequences_of(
             wants_remote=wants_remote,
             hold=hold,
             retention=request.retention,
+            priority=request.priority,
             beams=beams,
             num_source_blocks=num_source_blocks,
             status=Status.BLOCKED,

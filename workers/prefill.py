@@ -112,6 +112,7 @@ class PrefillWorker(Role):
             choices=(Choice(index=message.choice, emitted_token_ids=emitted),),
             salt=message.salt,
             retention=message.retention,
+            priority=message.priority,
         )
         num_source_blocks = 0 if message.source is None else message.source.num_blocks
         try:

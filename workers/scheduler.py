@@ -1,9 +1,9 @@
 """What the next step computes, and who owns blocks for it: queues and blocks, no tensors, no clocks, no I/O.
 
-First come, first served, by arrival. A sequence is admitted when blocks for all its tokens can be had at once, and one
-more for each that runs already; later it grows by one block at a time. When a growing sequence finds no block, the
-youngest running one is preempted: its blocks stay cached, it keeps its place in arrival order, and it computes the rest
-again. The oldest is never preempted for a younger one, so somebody always gets on.
+First come, first served, where a priority counts as youth. A sequence is admitted when blocks for all its tokens can
+be had at once, and one more for each that runs already; later it grows by one block at a time. When a growing sequence
+finds no block, the youngest running one is preempted: its blocks stay cached, it keeps its place in the order, and it
+computes the rest again. The oldest is never preempted for a younger one, so somebody always gets on.
 
 While a step is in flight (between `schedule` and the last `advance`), no method frees a block of a sequence that is
 `in_flight`. The next step may be decided meanwhile, if `can_run_ahead`: with tokens that the step in flight computes or
@@ -287,7 +287,7 @@ class Scheduler:
         cannot be admitted beside them, the younger ones give way: two searches would else wait for each other."""
         parked = [sequence for sequence in reversed(self.running) if sequence.num_uncomputed == 0 and sequence.beams]
         for victim in parked:
-            if not self.waiting or victim.order < self.waiting.oldest.order or self._could_admit_oldest():
+            if not self.waiting or victim.rank < self.waiting.oldest.rank or self._could_admit_oldest():
                 return
             self._preempt(victim)
 

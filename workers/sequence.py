@@ -26,7 +26,7 @@ from tandem.workers.beams import BeamSearch
 from tandem.workers.constraint import Constraint
 from tandem.workers.embedding import Rows
 from tandem.workers.pooling import PoolingMode
-from tandem.workers.types import CachedTokens, Request, Retention, SamplingParams, TokenLogprobs
+from tandem.workers.types import PRIORITY_S, CachedTokens, Request, Retention, SamplingParams, TokenLogprobs
 
 
 class Status(Enum):
@@ -75,6 +75,7 @@ class Sequence:
     wants_remote: bool = False
     hold: bool = False
     retention: Retention = field(default_factory=Retention)
+    priority: int = 0
     constraint: Constraint | None = None
     """The biases, bans and grammar of `params`, where there are any."""
     beams: BeamGroup | None = None
@@ -127,6 +128,11 @@ class Sequence:
     first_token_at: float | None = None
     """First token that this worker added."""
     finished_at: float | None = None
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Its place in every queue, the lowest first: arrival, and with a `priority` so much later. Never changes."""
+        return self.queued_at + PRIORITY_S * self.priority, self.order
 
     @property
     def num_uncomputed(self) -> int:

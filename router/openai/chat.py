@@ -51,6 +51,7 @@ class ChatCompletionRequest(SharedFields):
     # what follows changes no answer, by the API's own words
     metadata: Metadata | None = None
     prompt_cache_key: Label | None = None
+    """Other things equal, requests with the same one go to the same workers."""
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
     safety_identifier: Label | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -121,7 +122,9 @@ class ChatCompletionRequest(SharedFields):
             include_usage=include_usage,
             return_token_ids=bool(self.return_token_ids),
             cache_salt=self.cache_salt,
+            cache_key=self.prompt_cache_key,
             retention=self.retention(),
+            priority=self.priority or 0,
             showing=self.showing(prompt.reading),
             shows_prompt_logprobs=self.prompt_logprobs is not None,
             grammar_field=prompt.grammar_field,

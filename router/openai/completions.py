@@ -82,6 +82,7 @@ class CompletionRequest(SharedFields):
             return_token_ids=bool(self.return_token_ids),
             cache_salt=self.cache_salt,
             retention=self.retention(),
+            priority=self.priority or 0,
             showing=self.showing(),
             echo=self._echo(given, prompts, tokenizer),
             grammar_field=None if grammar is None else "structured_outputs",

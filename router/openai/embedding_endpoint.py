@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tandem.router.embedding import READERS, Read, embed
+from tandem.router.embedding import READERS, Read, Text
 from tandem.router.http import encode_json, send_json
 from tandem.router.journey import mark, trace_headers
 from tandem.router.openai.embeddings import EmbeddingPlan, parse
 from tandem.router.openai.endpoint import Endpoint, Exchange, House, check_model, in_a_thread_if_large
 from tandem.router.tenants import cache_salt
 from tandem.router.window import Window
-from tandem.workers.types import Request
 
 MAX_AT_ONCE = 64
 """Inputs of one request that workers have at the same time; so many sequences it counts for at the door."""
@@ -41,8 +40,16 @@ class EmbeddingEndpoint(Endpoint):
         )
         num_at_once = min(len(requests), MAX_AT_ONCE, house.config.max_in_flight)
         with house.admission.admit(num_at_once, plan.num_tokens):
-            exchange.is_admitted = True
-            reads, shown = await self._read_all(house, plan, requests, num_at_once)
+            uses_cache = not house.pooling.reads_whole
+            texts = [Text(house.dispatcher, request, uses_cache=uses_cache) for request in requests]
+            try:
+                if house.gate.has_limits:
+                    await _enter(texts, exchange, plan.priority)
+                exchange.is_admitted = True
+                reads, shown = await self._read_all(house, plan, texts, num_at_once)
+            finally:
+                for text in texts:
+                    text.close()
         headers = [("x-request-id", exchange.request_id), *trace_headers(), ("x-tandem-prefill-worker", _names(reads))]
         usage = {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}
         answer = {"object": "list", "data": shown, "model": house.config.model_name, "usage": usage}
@@ -54,18 +61,18 @@ class EmbeddingEndpoint(Endpoint):
         return asked.plan(house.tokenizer, house.config, house.pooling)
 
     async def _read_all(
-        self, house: House, plan: EmbeddingPlan, requests: Sequence[Request], num_at_once: int
+        self, house: House, plan: EmbeddingPlan, texts: Sequence[Text], num_at_once: int
     ) -> tuple[list[Read], list[msgspec.Raw]]:
         """The first error ends the others and is raised. Each is written as it comes: a large answer is made in small
         pieces."""
-        window, uses_cache = Window(_room(house), num_at_once), not house.pooling.reads_whole
+        window = Window(_room(house), num_at_once)
 
-        async def read(position: int, request: Request) -> tuple[Read, msgspec.Raw]:
-            async with window.holding(len(request.prompt_token_ids)):
-                done = await embed(house.dispatcher, request, uses_cache=uses_cache)
+        async def read(position: int, text: Text) -> tuple[Read, msgspec.Raw]:
+            async with window.holding(text.num_tokens):
+                done = await text.run()
             return done, _shown(position, done.answer.embedding, plan)
 
-        tasks = [asyncio.create_task(read(position, request)) for position, request in enumerate(requests)]
+        tasks = [asyncio.create_task(read(position, text)) for position, text in enumerate(texts)]
         try:
             results = await asyncio.gather(*tasks)
         finally:
@@ -73,6 +80,14 @@ class EmbeddingEndpoint(Endpoint):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [done for done, _ in results], [shown for _, shown in results]
+
+
+async def _enter(texts: Sequence[Text], exchange: Exchange, priority: int) -> None:
+    """Returns when the longest text is predicted to be read in time; what comes behind it waits for its own request
+    alone. Raises `ApiError` 429."""
+    longest = max(texts, key=lambda text: text.num_tokens)
+    await longest.look_up()
+    await exchange.house.gate.enter(longest.predict, longest.book, exchange.arrived, priority)
 
 
 def _room(house: House) -> int:

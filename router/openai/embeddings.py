@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tandem.router.config import GatewayConfig
 from tandem.router.errors import ApiError, bad_request
-from tandem.router.openai.fields import KVRetention, Label, TokenId
+from tandem.router.openai.fields import KVRetention, Label, Priority, TokenId
 from tandem.router.openai.wire import WireModel, parse_body
 from tandem.router.tokenizer import Tokenizer
 from tandem.workers.pooling import Pooling
@@ -36,8 +36,7 @@ class EmbeddingRequest(WireModel):
     truncation_side: Side | None = None
     """Which end is cut off. "right" unless it is said."""
     add_special_tokens: bool | None = None
-    priority: Literal[0] | None = None
-    """Everybody has the same."""
+    priority: Priority | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     kv_retention: KVRetention | None = None
 
@@ -51,6 +50,7 @@ class EmbeddingRequest(WireModel):
             is_base64=self.encoding_format == "base64",
             cache_salt=self.cache_salt,
             retention=Retention() if self.kv_retention is None else self.kv_retention.retention(),
+            priority=self.priority or 0,
         )
 
     def _inputs(self, tokenizer: Tokenizer, config: GatewayConfig) -> list[list[int]]:
@@ -125,6 +125,7 @@ class EmbeddingPlan:
     is_base64: bool
     cache_salt: str | None
     retention: Retention
+    priority: int
 
     @property
     def num_tokens(self) -> int:
@@ -139,6 +140,7 @@ class EmbeddingPlan:
                 sampling=NO_SAMPLING,
                 salt=salt,
                 retention=self.retention,
+                priority=self.priority,
             )
             for position, token_ids in enumerate(self.inputs)
         ]

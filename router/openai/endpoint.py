@@ -195,7 +195,7 @@ class GenerationEndpoint(Endpoint):
             ]
             try:
                 if house.gate.has_limits:
-                    await enter_together(generations, house.gate, exchange.arrived)
+                    await enter_together(generations, house.gate, exchange.arrived, plan.priority)
                 reply = exchange.begin(asked, plan)
                 await run_all(
                     [(generation, PromptSink(reply, position)) for position, generation in enumerate(generations)]

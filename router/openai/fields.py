@@ -13,7 +13,7 @@ from tandem.router.output import Showing
 from tandem.router.parsers.select import PLAIN_READING, Reading
 from tandem.router.plan import resolve_seed
 from tandem.router.tokenizer import Tokenizer
-from tandem.workers.types import Retention, SamplingParams
+from tandem.workers.types import MAX_PRIORITY, Retention, SamplingParams
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 MAX_STOP_CHARACTERS = 256
@@ -25,7 +25,9 @@ SMALLEST_TOP_P = 1e-9
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
 Label = Annotated[str, Field(max_length=512)]
-"""Of the client's own: it changes nothing."""
+"""Of the client's own: it changes no answer."""
+Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY)]
+"""0 comes first, and whoever says nothing has it: clients may step back, nobody pushes ahead of the others."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -91,8 +93,7 @@ class SharedFields(WireModel):
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    priority: Literal[0] | None = None
-    """Everybody has the same."""
+    priority: Priority | None = None
     user: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     kv_retention: KVRetention | None = None

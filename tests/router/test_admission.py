@@ -10,8 +10,10 @@ import pytest
 
 from tandem.router import admission
 from tandem.router.admission import Gate, Prediction
+from tandem.router.cost_model import RequestView, WorkerView
+from tandem.router.embedding import choose_reader, predicted
 from tandem.router.errors import ApiError
-from tandem.workers.protocol import Submit
+from tandem.workers.protocol import Embed, Submit
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Desk:
     let_in: list[str] = field(default_factory=list)
     now: float = 0.0
 
-    def ask(self, name: str, read_s: float = 1.0) -> asyncio.Task[None]:
+    def ask(self, name: str, read_s: float = 1.0, priority: int = 0) -> asyncio.Task[None]:
         def book() -> None:
             self.let_in.append(name)
             self.queue_s += read_s
@@ -33,7 +35,7 @@ class Desk:
         def predict() -> Prediction:
             return Prediction(self.queue_s + read_s, self.queue_s, self.itl_s, self.is_alone)
 
-        return asyncio.create_task(self.gate.enter(predict, book, arrived=self.now))
+        return asyncio.create_task(self.gate.enter(predict, book, self.now, priority))
 
     def finish(self, seconds: float) -> None:
         self.queue_s -= seconds
@@ -93,6 +95,33 @@ async def test_short_one_does_not_overtake() -> None:
     assert house.let_in == ["long"]
     house.finish(1.0)
     await asyncio.gather(first, second)
+
+
+async def test_who_has_a_priority_lets_others_pass_for_a_while() -> None:
+    house = desk(slo_ttft_s=None, slo_itl_s=0.05)
+    house.itl_s = 0.06
+    tasks = [house.ask(name, priority=priority) for name, priority in (("c", 2), ("b", 1), ("a", 0))]
+    await settle()
+    house.now += 9.0
+    tasks += [house.ask("a, later"), house.ask("c, later", priority=2)]
+    await settle()
+    house.now += 2.0
+    tasks.append(house.ask("too late to pass b"))
+    await settle()
+    house.itl_s = 0.05
+    house.gate.notify()
+    await asyncio.gather(*tasks)
+    assert house.let_in == ["a", "a, later", "b", "too late to pass b", "c", "c, later"]
+
+
+async def test_who_comes_before_all_that_wait_is_looked_at_at_once() -> None:
+    house = desk()
+    house.queue_s = 2.5
+    background = house.ask("long", read_s=0.6, priority=1)
+    await settle()
+    await house.ask("short", read_s=0.4)
+    assert (house.let_in, background.done()) == (["short"], False)
+    background.cancel()
 
 
 async def test_too_late_for_it_is_refused_with_the_time_that_is_missing() -> None:
@@ -225,7 +254,7 @@ async def test_limits_hold_requests_back_then_refuse_them(open_house: Any, sayin
     submitted = [message for message in house.workers["decode-0"].received if isinstance(message, Submit)]
     assert len(submitted) == 5  # what was refused was never begun
     assert await house.outcomes() == {"ok": 5, "rejected": 3}
-    assert house.gateway.workers.get("decode-0").num_sequences == 0
+    assert house.gateway.workers.get("decode-0").account.num_sequences == 0
 
 
 async def test_client_leaves_while_it_is_held_back(open_house: Any, saying: Any) -> None:
@@ -256,3 +285,38 @@ async def test_without_limits_nothing_is_held_back(open_house: Any, saying: Any)
     responses = await asyncio.gather(*(house.http.post("/v1/chat/completions", json=BODY) for _ in range(5)))
     assert sorted(response.status_code for response in responses) == [200, 200, 200, 429, 429]
     assert await house.outcomes() == {"ok": 3, "rejected": 2}
+
+
+async def test_texts_to_embed_wait_in_the_same_line(open_house: Any) -> None:
+    """A token is read in 0.4 ms: three texts of 2,500 are 3 s, and what a text adds is on the account at once."""
+    house = await open_house(slo_ttft_s=3.2, max_queue=1, max_model_len=4096)
+    worker = house.workers["prefill-0"]
+    worker.embedding = lambda message: None  # it is busy for ever
+    body = {"model": "tiny", "input": [7] * 2500}
+    asking = [asyncio.create_task(house.http.post("/v1/embeddings", json=body)) for _ in range(5)]
+    await house.until(lambda: house.gateway.gate.num_waiting == 1 and any(task.done() for task in asking))
+    refused = next(task for task in asking if task.done()).result()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert "retry-after" in refused.headers
+    assert len([message for message in worker.received if isinstance(message, Embed)]) == 3
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    assert await house.outcomes() == {"cancelled": 4, "rejected": 1}
+    link = house.gateway.workers.get("prefill-0")
+    assert link.account.num_prefill_tokens == 0
+
+
+def test_what_reading_a_text_is_predicted_to_do() -> None:
+    view = RequestView(num_prompt_tokens=100)
+    busy = WorkerView("a", "aggregated", num_sequences=4, num_waiting_tokens=50)
+    reader = WorkerView("p", "prefill", num_waiting_tokens=50)
+
+    def prediction(worker: WorkerView) -> Prediction:
+        choice = choose_reader(view, [worker])
+        assert choice is not None
+        return predicted(choice)
+
+    assert prediction(busy) == Prediction(pytest.approx(0.06), pytest.approx(0.02), pytest.approx(0.022))
+    assert prediction(reader) == Prediction(pytest.approx(0.06), pytest.approx(0.02), 0.0)
+    assert prediction(WorkerView("d", "decode")) == Prediction(pytest.approx(0.04), 0.0, 0.0, is_alone=True)

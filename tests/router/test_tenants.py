@@ -95,6 +95,13 @@ async def test_retention_reaches_the_worker(open_house: Any, saying: Any, given:
         assert (await submitted(house, path, body | {"kv_retention": given})).retention == expected
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 0), ({"priority": None}, 0), ({"priority": 7}, 7)])
+async def test_priority_reaches_the_worker(open_house: Any, saying: Any, given: Any, expected: int) -> None:
+    house = await open_house(saying("Yes."))
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        assert (await submitted(house, path, body | given)).priority == expected
+
+
 REFUSED = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "x" * 257}, "cache_salt"),

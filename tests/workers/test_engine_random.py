@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+import msgspec
 import pytest
 from engine_play import MakeEngine, MakeRequest, fill, next_token, runner_of
 
@@ -123,6 +124,7 @@ class World:
             retention=Retention(priority=rng.choice([0, 35, 80]), duration_s=rng.choice([None, 5.0])),
             salt=rng.choice(["red", "red", "blue"]),
         )
+        request = msgspec.structs.replace(request, priority=rng.choice([0, 0, 3]))
         kind = rng.choice([{}, {"wants_remote": True}, {"hold": True}])
         self.engine.add(request, **kind, num_source_blocks=rng.choice([0, 0, 3, 9]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,13 @@ class Bench:
         self.incoming: list[Sequence] = []
         self._count = itertools.count()
 
-    def add(self, prompt: int | list[int], *, wants_remote: bool = False, hold: bool = False) -> Sequence:
+    def add(
+        self, prompt: int | list[int], *, wants_remote: bool = False, hold: bool = False, **fields: Any
+    ) -> Sequence:
         order = next(self._count)
         tokens = [1000 * (order + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
         sequence = Sequence(
-            str(order), 0, tokens, len(tokens), PARAMS, b"root", order, wants_remote=wants_remote, hold=hold
+            str(order), 0, tokens, len(tokens), PARAMS, b"root", order, wants_remote=wants_remote, hold=hold, **fields
         )
         self.scheduler.add(sequence)
         return sequence
@@ -81,6 +84,27 @@ def test_newcomers_are_admitted_in_order_of_arrival(make_bench: MakeBench) -> No
     bench.add(4)  # would, but must not overtake
     assert bench.step() == [(0, 12)]
     assert [sequence.order for sequence in bench.scheduler.waiting] == [1, 2]
+
+
+def test_who_has_a_priority_lets_others_pass_for_a_while(make_bench: MakeBench) -> None:
+    bench = make_bench(100, max_num_seqs=1, max_num_batched_tokens=64)
+    for queued_at, priority in ((0.0, 2), (0.0, 1), (0.0, 0), (9.0, 0), (9.0, 1), (11.0, 0), (21.0, 0)):
+        bench.add(4, queued_at=queued_at, priority=priority)
+    began = []
+    while bench.scheduler.waiting:
+        ((order, _),) = bench.step()
+        began.append(order)
+        bench.scheduler.remove(bench.scheduler.running.oldest, Status.FINISHED)
+    assert began == [2, 3, 1, 5, 4, 0, 6]
+
+
+def test_who_began_is_not_interrupted_by_who_comes_before_him(make_bench: MakeBench) -> None:
+    bench = make_bench(100, max_num_batched_tokens=16)
+    bench.add(40, priority=1)
+    assert bench.step() == [(0, 16)]
+    bench.add(8)
+    assert bench.step() == [(0, 16)]
+    assert bench.step() == [(0, 8), (1, 8)]
 
 
 def test_number_of_running_sequences_is_bounded(make_bench: MakeBench) -> None:

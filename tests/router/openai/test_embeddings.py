@@ -113,7 +113,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"input": "a", "truncation_side": "left"}, "truncation_side"),
     ({"input": "a", "user": "x" * 513}, "user"),
-    ({"input": "a", "priority": 1}, "priority"),
+    ({"input": "a", "priority": -1}, "priority"),
     ({"input": "a", "stream": True}, "stream"),
     ({"input": "a", "messages": []}, "messages"),
 ]
@@ -230,6 +230,15 @@ async def test_a_large_request_gives_workers_no_more_than_they_need(
     assert most == expected
 
 
+async def test_priority_and_retention_reach_the_worker(open_house: Any) -> None:
+    house = await open_house()
+    await house.client.embeddings.create(
+        model="tiny", input=[5], extra_body={"priority": 7, "kv_retention": {"priority": 80}}
+    )
+    (embed,) = embeds(house.workers["prefill-0"])
+    assert (embed.priority, embed.retention.priority) == (7, 80)
+
+
 async def test_tenants_and_usage_of_caches(open_house: Any) -> None:
     house = await open_house(api_keys=("one", "two"))
     for key in ("one", "two"):
@@ -259,7 +268,7 @@ def test_who_reads() -> None:
 
     def chosen(*avoid: str, view: RequestView = request) -> str | None:
         choice = choose_reader(view, workers, set(avoid))
-        return None if choice is None else choice.worker_id
+        return None if choice is None else choice.worker.worker_id
 
     assert chosen() == "p"
     assert chosen(view=RequestView(num_prompt_tokens=100, overlap={"q": 3})) == "q"

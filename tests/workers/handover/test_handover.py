@@ -69,6 +69,25 @@ async def test_a_continued_request_goes_on_as_if_undisturbed(
     await bench.settled()
 
 
+async def test_a_priority_counts_where_the_prompt_is_read_too(
+    bench: Any, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await bench.worker("prefill", "p0"), await bench.worker("decode", "d0")
+    gateway = await bench.gateway(decode)
+    seen: list[int] = []
+    for server in (decode, prefill):
+        add = server.engine.scheduler.add
+        monkeypatch.setattr(
+            server.engine.scheduler, "add", lambda sequence, add=add: (seen.append(sequence.priority), add(sequence))
+        )
+    answer = await gateway.ask(msgspec.structs.replace(make_request("r", 200), priority=7), prefill.address)
+    assert answer.started[0].path == "remote"
+    assert seen == [7, 7]
+    refused = await gateway.ask(msgspec.structs.replace(make_request("q", 200), priority=-1), prefill.address)
+    assert refused.failed is not None
+    assert refused.failed.param == "priority"
+
+
 async def test_nobody_to_prefill(bench: Any, make_request: Callable[..., Request]) -> None:
     decode = await bench.worker("decode", "d0")
     gateway = await bench.gateway(decode)
