@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tandem.workers.batch import Batch, BatchItem
 from tandem.workers.kv_cache import KVCache
 from tandem.workers.models.config import ModelConfig, RopeConfig
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.rope import build_rope_table
+from tandem.workers.models.rope import build_rope_table, rope_frequencies
 from tandem.workers.models.weights import LayerWeights, ModelWeights
 from tandem.workers.step_inputs import build
 
@@ -240,3 +241,14 @@ def test_dynamic_scaling_is_fixed_by_the_longest_text_that_can_be_served() -> No
 def test_a_table_does_not_depend_on_its_length(length: int) -> None:
     config = make_config(make_reference("llama-llama3").config)
     assert torch.equal(build_rope_table(config, length).cos[:8], build_rope_table(config, 8).cos)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_frequencies_are_those_of_any_machine(head_dim: int) -> None:
+    """Rounded from what no instruction set can disagree on: torch's own float32 powers differ without AVX2."""
+    for theta in (1e4, 1e5, 5e5, 1e6, 1e7):
+        exponents = [float(torch.tensor(float(index)) / head_dim) for index in range(0, head_dim, 2)]
+        powers = torch.tensor([theta**exponent for exponent in exponents], dtype=torch.float64).float()
+        config = replace(make_config(LlamaConfig(**rope("default"))), head_dim=head_dim, rope=RopeConfig(theta=theta))
+        frequencies, _ = rope_frequencies(config, 8)
+        assert torch.equal(frequencies, 1.0 / powers), theta

@@ -52,7 +52,13 @@ def rope_frequencies(config: ModelConfig, max_model_len: int) -> tuple[Tensor, f
 
 
 def _base_frequencies(theta: float, dim: int) -> Tensor:
-    return 1.0 / (theta ** (torch.arange(0, dim, 2).float() / dim))
+    return 1.0 / _powers(theta, dim)
+
+
+def _powers(theta: float, dim: int) -> Tensor:
+    """theta^(2i / dim), float32 [dim / 2]. Computed in float64: torch's float32 powers depend on the instruction set."""
+    exponents = torch.arange(0, dim, 2).float() / dim
+    return (theta ** exponents.double()).float()
 
 
 def _trained_length(config: ModelConfig) -> int:
@@ -95,7 +101,7 @@ def _yarn_frequencies(rope: RopeConfig, dim: int, trained: int) -> Tensor:
     if low == high:
         high += 0.001  # the ramp needs a slope
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    powers = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    powers = _powers(rope.theta, dim)
     extrapolated = 1 - ramp
     return 1.0 / (rope.factor * powers) * (1 - extrapolated) + 1.0 / powers * extrapolated
 
