@@ -101,6 +101,8 @@ class _Waiting:
     predict: Callable[[], Prediction]
     book: Callable[[], None]
     arrived: float
+    rank: float
+    """Its place in line: when it came, and with a priority so much later."""
     let_in: asyncio.Future[None]
 
 
@@ -112,8 +114,6 @@ class Gate:
     """
 
     def __init__(
-    rank: float
-    """Its place in line: when it came, and with a priority so much later."""
         self,
         slo_ttft_s: float | None,
         slo_itl_s: float | None,

@@ -127,10 +127,10 @@ class Embed(Message, frozen=True, kw_only=True):
     salt: str = ""
     retention: Retention = Retention()
     source: KVSource | None = None
+    priority: int = 0
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    priority: int = 0
     pass
 
 
@@ -218,10 +218,10 @@ class Prefill(Message, frozen=True, kw_only=True):
     salt: str
     retention: Retention = Retention()
     source: KVSource | None = None
+    priority: int = 0
 
 
 class Fetch(Message, frozen=True, kw_only=True):
-    priority: int = 0
     """Which blocks of this prompt are cached with you, from `first_block` on? Keep them for me until I confirm. The
     answer is a ticket without a first token, which may list fewer blocks than asked for, or none. What lower tiers hold
     is brought back for it as far as that can be done in half of `timeout_s`, by when the other computes instead."""
