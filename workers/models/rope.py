@@ -56,7 +56,7 @@ def _base_frequencies(theta: float, dim: int) -> Tensor:
 
 
 def _powers(theta: float, dim: int) -> Tensor:
-    """theta^(2i / dim), float32 [dim / 2]. Computed in float64: torch's float32 powers depend on the instruction set."""
+    """theta^(2i / dim), float32 [dim / 2]. In float64: float32 powers depend on the instruction set."""
     exponents = torch.arange(0, dim, 2).float() / dim
     return (theta ** exponents.double()).float()
 
