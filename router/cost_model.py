@@ -13,6 +13,7 @@ With n tokens in the prompt, h of them held, S sequences on the worker and c cho
     first token through P   queue(P) + read(P) + pull(P, D) + room(D)
     first token on D alone  queue(D) + read(D) + room(D)
     stall(D)                compute(D) for each of its S streams; for one that may come, where there is none
+    stray(P), stray(D)      with a `prompt_cache_key`, of workers that it does not prefer: less than any load is worth
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ EXPECTED_TOKENS = 64
 """Of an answer. So many milliseconds of a first token are worth one millisecond between tokens."""
 START_BYTES_PER_S = 1e9
 """Between two workers that have not measured their path."""
+STRAY_SHARE = 0.5
+"""Not to be with the worker that a request's key prefers costs so much of the least load there is."""
 NUM_SOURCES = 4
 """A source is looked for among so many that hold most of the prompt."""
 
@@ -86,6 +89,9 @@ class RequestView:
     overlap: Mapping[str, int] = field(default_factory=dict)
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None
+    preferred: Mapping[str, float] = field(default_factory=dict)
+    """By the client's `prompt_cache_key`: 1 for the worker of each kind that it prefers, less for the next ones, 0 for
+    all that are not named. Empty without a key."""
 
     def num_held_tokens(self, worker_id: str) -> int:
         """Prompt tokens that this worker need not compute or fetch. The last token is always computed."""
@@ -205,6 +211,18 @@ def stall_s(decode: WorkerView, reading: Reading) -> float:
     """What others lose when a decode worker reads a prompt itself, added up. An idle one is not free either: whoever
     comes meanwhile waits."""
     return reading.compute_s * max(1, decode.num_sequences)
+
+
+def stray_s(request: RequestView, worker: WorkerView) -> float:
+    """For being away from the worker that the request's key prefers. It decides between equals: one sequence more where
+    it would be decoded, or one block of tokens more to be read, costs more than that."""
+    if not request.preferred:
+        return 0.0
+    if worker.role == "prefill":
+        least_load_s = request.block_size * worker.speeds.prefill_token_s
+    else:
+        least_load_s = EXPECTED_TOKENS * worker.speeds.decode_sequence_s
+    return STRAY_SHARE * least_load_s * (1.0 - request.preferred.get(worker.worker_id, 0.0))
 
 
 def itl_while_reading_s(request: RequestView, decode: WorkerView, reading: Reading) -> float:

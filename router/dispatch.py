@@ -74,8 +74,8 @@ class Dispatcher:
         rest = [*request.prompt_token_ids[len(keys) * identity.block_size :], *answer]
         return block_keys(self.config.cluster_key, keys[-1], rest, identity.block_size)
 
-    async def view(self, request: Request, keys: Sequence[bytes]) -> RequestView:
-        """The request as the policy sees it, prefix overlaps included."""
+    async def view(self, request: Request, keys: Sequence[bytes], affinity: int | None = None) -> RequestView:
+        """The request as the policy sees it, prefix overlaps included. `affinity`: see `rendezvous.key_of`."""
         identity = self.workers.identity()
         if identity is None:
             raise nobody_left()
@@ -91,6 +91,7 @@ class Dispatcher:
             overlap=overlap,
             slo_ttft_s=self.config.slo_ttft_s,
             slo_itl_s=self.config.slo_itl_s,
+            preferred={} if affinity is None else self.workers.roster().preferred(affinity),
         )
 
     def is_idle(self, chosen: Route) -> bool:
@@ -118,9 +119,10 @@ class Generation:
     booked and never ran.
     """
 
-    def __init__(self, dispatcher: Dispatcher, request: Request, timeout_s: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, request: Request, timeout_s: float, affinity: int | None = None) -> None:
         self.dispatcher = dispatcher
         self._request = request
+        self._affinity = affinity
         self._deadline = time.monotonic() + timeout_s
         self.emitted: dict[int, list[int]] = {
             choice.index: list(choice.emitted_token_ids) for choice in request.choices
@@ -172,7 +174,7 @@ class Generation:
         began = time.perf_counter()
         if self._keys is None:
             self._keys = self.dispatcher.block_keys(self._request)
-        view = self._view = await self.dispatcher.view(self._request, self._keys)
+        view = self._view = await self.dispatcher.view(self._request, self._keys, self._affinity)
         if self._num_held_at_first is None:
             self._num_held_at_first = max(map(view.num_held_tokens, view.overlap), default=0)
         self._lookup_s = time.perf_counter() - began

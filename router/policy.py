@@ -2,11 +2,12 @@
 
 `cost` compares predicted seconds (cost_model.py) over pairs of workers:
 
-    first token + EXPECTED_TOKENS * itl(D), + stall(D) where D would read the prompt itself
+    first token + EXPECTED_TOKENS * itl(D), + stall(D) where D would read the prompt itself, + stray(P) + stray(D)
 
 Prefix reuse, transfers, peer fetches and reading where one decodes are all terms of this one sum. Equal costs go to
-those that were given the fewest requests so far. The other rules exist for comparison: `round-robin` and `least-loaded`
-know nothing of prefixes, as the field means by these names, and `prefix` knows of little else.
+those that were given the fewest requests so far, unless the client's key prefers others (stray). The other rules exist
+for comparison: `round-robin` and `least-loaded` know nothing of prefixes, as the field means by these names, and
+`prefix` knows of little else.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _remote(request: RequestView, prefill: WorkerView, decode: WorkerView, readi
         ttft_s=queue_s + reading.read_s + cost_model.pull_s(request, prefill, decode, reading),
         itl_s=cost_model.itl_s(request, decode),
     )
-    return _Option(_cost_s(request, chosen), prefill.num_routed + decode.num_routed, chosen)
+    stray_s = cost_model.stray_s(request, prefill) + cost_model.stray_s(request, decode)
+    return _Option(_cost_s(request, chosen) + stray_s, prefill.num_routed + decode.num_routed, chosen)
 
 
 def _local(request: RequestView, decode: WorkerView, sources: Sequence[WorkerView]) -> _Option:
@@ -125,7 +127,7 @@ def _local(request: RequestView, decode: WorkerView, sources: Sequence[WorkerVie
         ttft_s=queue_s + reading.read_s,
         itl_s=cost_model.itl_s(request, decode),
     )
-    cost_s = _cost_s(request, chosen) + cost_model.stall_s(decode, reading)
+    cost_s = _cost_s(request, chosen) + cost_model.stall_s(decode, reading) + cost_model.stray_s(request, decode)
     if decode.num_sequences and request.slo_itl_s is not None:
         longest_s = cost_model.itl_while_reading_s(request, decode, reading)
         cost_s += MISSED_SLO_S * (longest_s > request.slo_itl_s)
@@ -211,6 +213,7 @@ def _best_pair(request: RequestView, decode: WorkerView, prefills: Sequence[tupl
         prefill, reading = pair
         pull_s = num_bytes / paths.get(prefill.worker_id, cost_model.START_BYTES_PER_S) - reading.compute_s
         first_s = prefill.queue_s + reading.read_s + (pull_s if pull_s > 0.0 else 0.0)
+        first_s += cost_model.stray_s(request, prefill)
         if first_s <= best_rank[0]:
             rank = first_s, prefill.num_routed, prefill.worker_id
             if rank < best_rank:

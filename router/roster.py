@@ -15,7 +15,8 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 import numpy.typing as npt
 
-from tandem.router.cost_model import EXPECTED_TOKENS, START_BYTES_PER_S, RequestView, WorkerView
+from tandem.router.cost_model import EXPECTED_TOKENS, START_BYTES_PER_S, STRAY_SHARE, RequestView, WorkerView
+from tandem.router.rendezvous import NUM_PREFERRED, Hashes, first_rows, hash_of
 
 Floats = npt.NDArray[np.float64]
 """[num_workers]. Counts are floats, too: exact up to 2^53."""
@@ -28,6 +29,7 @@ class Side:
     def __init__(self, views: Iterable[WorkerView]) -> None:
         self.views = sorted(views, key=lambda view: view.worker_id)
         self._rows = {view.worker_id: row for row, view in enumerate(self.views)}
+        self._hashes: Hashes = np.array([hash_of(view.worker_id) for view in self.views], np.uint64)
         self._columns: Floats = np.empty((_NUM_COLUMNS, len(self.views)))  # [quantity, worker]
         for view in self.views:
             self.put(view)
@@ -96,7 +98,7 @@ class Side:
         return np.array([measured.get(worker_id, START_BYTES_PER_S) for worker_id in self._rows])
 
     def prefill_costs_s(self, request: RequestView, sources: Sequence[WorkerView]) -> Floats:
-        """queue(w) + read(w) of each; a fetch is taken to come from the best source."""
+        """queue(w) + read(w) + stray(w) of each; a fetch is taken to come from the best source."""
         held = self.held_tokens(request)
         read_s = self._compute_s(request, held)
         if sources:
@@ -106,6 +108,8 @@ class Side:
             fetch_s += self._compute_s(request, num_blocks * request.block_size)
             read_s = np.where(num_fetched > 0, np.minimum(read_s, fetch_s), read_s)
         costs_s: Floats = self.num_waiting_tokens * self.prefill_token_s + read_s
+        if request.preferred:
+            costs_s += self._strangeness(request) * request.block_size * self.prefill_token_s
         return costs_s
 
     def _compute_s(self, request: RequestView, held: Floats | int) -> Floats:
@@ -115,7 +119,7 @@ class Side:
         return compute_s
 
     def decode_costs_s(self, request: RequestView) -> Floats:
-        """EXPECTED_TOKENS * itl(w) + room(w) of each."""
+        """EXPECTED_TOKENS * itl(w) + room(w) + stray(w) of each."""
         joined = self.num_sequences + request.num_choices
         answer_s = EXPECTED_TOKENS * (self.decode_step_s + self.decode_sequence_s * joined)
         missing = request.num_prompt_tokens - self.held_tokens(request)
@@ -123,7 +127,23 @@ class Side:
         is_full = num_needed > self.num_available_blocks
         share_ahead = np.maximum(joined / self.max_num_seqs - 1.0, 0.0)  # infinitely many places: none
         costs_s: Floats = answer_s * (1.0 + is_full + share_ahead)
+        if request.preferred:
+            costs_s += self._strangeness(request) * EXPECTED_TOKENS * self.decode_sequence_s
         return costs_s
+
+    def _strangeness(self, request: RequestView) -> Floats:
+        """`stray_s` of each worker, in units of the least load."""
+        preferred = np.zeros(len(self.views))
+        for worker_id, preference in request.preferred.items():
+            row = self._rows.get(worker_id)
+            if row is not None:
+                preferred[row] = preference
+        return STRAY_SHARE * (1.0 - preferred)
+
+    def preferred(self, key: int) -> dict[str, float]:
+        """What `RequestView.preferred` says of them to a request with this key."""
+        rows = first_rows(key, self._hashes)
+        return {self.views[row].worker_id: 1.0 - place / NUM_PREFERRED for place, row in enumerate(rows)}
 
 
 class Roster:
@@ -147,6 +167,10 @@ class Roster:
 
     def without(self, avoid: AbstractSet[str]) -> Roster:
         return Roster(view for view in self if view.worker_id not in avoid)
+
+    def preferred(self, key: int) -> dict[str, float]:
+        """`RequestView.preferred` of a request with this key."""
+        return self.prefills.preferred(key) | self.decodes.preferred(key)
 
     def holders(self, request: RequestView) -> list[WorkerView]:
         """Workers that are said to hold some of the prompt."""

@@ -37,6 +37,7 @@ from tandem.router.http import caller, check_json, header, read_body, request_id
 from tandem.router.journey import JourneyLog, mark, trace_headers
 from tandem.router.metrics import Outcome, RouterMetrics
 from tandem.router.plan import Plan
+from tandem.router.rendezvous import key_of
 from tandem.router.reply import PromptSink, Reply, StreamReply, WholeReply
 from tandem.router.tenants import cache_salt
 from tandem.router.tokenizer import Tokenizer
@@ -188,9 +189,10 @@ class GenerationEndpoint(Endpoint):
         await _check_grammar(house.grammars, plan)
         mark("prepared", num_prompts=len(plan.prompts), num_prompt_tokens=sum(map(len, plan.prompts)))
         salt = cache_salt(house.config.cluster_key, exchange.caller, plan.cache_salt)
+        affinity = None if plan.cache_key is None else key_of(plan.cache_key, salt)
         with house.admission.admit(plan.num_sequences, sum(map(len, plan.prompts))):
             generations = [
-                Generation(house.dispatcher, request, house.config.request_timeout_s)
+                Generation(house.dispatcher, request, house.config.request_timeout_s, affinity)
                 for request in plan.requests(exchange.unique_id, salt)
             ]
             try:

@@ -156,6 +156,7 @@ class AskedResponse:
             "tool_choice": _choice(request.tool_choice),
             "parallel_tool_calls": request.parallel_tool_calls,
             "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
+            "prompt_cache_key": request.prompt_cache_key,
             "response_format": None if request.text is None else _format(request.text),
         }
         return ChatCompletionRequest.of(given)

@@ -23,6 +23,9 @@ from tandem.router.policy import (
     pick_prefill,
     route,
 )
+from tandem.router.rendezvous import key_of
+from tandem.router.roster import Roster
+from tandem.workers.types import Role
 
 P0, P1 = WorkerView("p0", "prefill"), WorkerView("p1", "prefill")
 D0, D1 = WorkerView("d0", "decode"), WorkerView("d1", "decode")
@@ -212,11 +215,18 @@ def test_history_on_a_decode_worker_is_fetched_by_prefill() -> None:
     assert found.ttft_s == pytest.approx(0.01 + 20 * 700_000 / 1e9 + 384 * 0.0004 + 0.01)
 
 
-def test_fetching_must_beat_computing() -> None:
+def test_a_source_is_named_also_where_computing_is_predicted_to_be_faster() -> None:
+    """The worker decides, who knows what it holds. Else a turn would cost the answer before it again, where that is
+    short and decoding goes on elsewhere: d0, who has it, could not say so."""
     busy = replace(D0, num_sequences=4)
     slow = replace(LONG, block_bytes=20_000_000, overlap={"d0": 20})  # 20 ms a block; computing one takes 12.8 ms
-    assert route(slow, [P0, busy]) == Route("p0", "d0")
-    assert route(replace(slow, block_bytes=10_000_000), [P0, busy]) == Route("p0", "d0", Source("d0", 20))
+    found = chosen(slow, [P0, busy])
+    assert (found, found.num_tokens) == (Route("p0", "d0", Source("d0", 20)), 1024)
+    found = chosen(replace(slow, block_bytes=10_000_000), [P0, busy])
+    assert (found, found.num_tokens) == (Route("p0", "d0", Source("d0", 20)), 1024 - 20 * 32)
+    answered = replace(LONG, block_bytes=3_000_000, overlap={"p0": 29, "d0": 30})  # 13 ms with a handover's 10
+    found = chosen(answered, [P0, replace(D0, num_sequences=50), D1])
+    assert (found, found.num_tokens) == (Route("p0", "d1", Source("d0", 30)), 96)
 
 
 def test_idle_prefill_worker_fetches_from_the_busy_one() -> None:
@@ -281,6 +291,65 @@ def test_hot_prefix_spreads_once_its_queue_is_longer_than_a_recompute() -> None:
 def test_order_of_workers_does_not_matter(policy: PolicyName) -> None:
     workers = [P0, P1, D0, D1, A0]
     assert route(LONG, workers, policy=policy) == route(LONG, workers[::-1], policy=policy)
+
+
+# A client's key
+
+
+def with_key(label: str, workers: Sequence[WorkerView], request: RequestView = LONG) -> Route:
+    return chosen(replace(request, preferred=Roster(workers).preferred(key_of(label))), workers)
+
+
+def several(role: Role, count: int) -> list[WorkerView]:
+    return [WorkerView(f"{role}-{number}", role, num_routed=number) for number in range(count)]
+
+
+LABELS = [f"key {number}" for number in range(20)]
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_among_equals_a_key_decides(count: int) -> None:
+    """The same way in whatever order workers are known, and whatever they were given before."""
+    workers = [*several("prefill", count), *several("decode", count)]
+    others = [replace(worker, num_routed=7) for worker in reversed(workers)]
+    routes = [with_key(label, workers) for label in LABELS]
+    assert [with_key(label, others) for label in LABELS] == routes
+    assert len({route.decode for route in routes}) > 1
+    assert len({route.prefill for route in routes}) > 1
+    assert {(route.prefill, route.decode) for route in routes} != {("prefill-0", "decode-0")}
+
+
+@pytest.mark.parametrize("count", [3, 300])
+@pytest.mark.parametrize("label", LABELS[:5])
+def test_a_key_outweighs_no_load_and_no_prefix(label: str, count: int) -> None:
+    workers = {worker.worker_id: worker for worker in [*several("prefill", count), *several("decode", count)]}
+    first = with_key(label, list(workers.values()))
+    assert first.prefill is not None
+    busy = replace(workers[first.decode], num_sequences=1)
+    elsewhere = with_key(label, list((workers | {first.decode: busy}).values()))
+    assert elsewhere.decode != first.decode
+    assert with_key(label, list((workers | {first.decode: busy}).values())[::-1]) == elsewhere  # its next choice
+    queue = replace(workers[first.prefill], num_waiting_tokens=LONG.block_size)
+    assert with_key(label, list((workers | {first.prefill: queue}).values())).prefill != first.prefill
+    holder = next(name for name in workers if name.startswith("prefill") and name != first.prefill)
+    assert with_key(label, list(workers.values()), replace(LONG, overlap={holder: 1})).prefill == holder
+
+
+@pytest.mark.parametrize("num_tokens", [65, 200, 1024])
+def test_a_key_changes_no_path(num_tokens: int) -> None:
+    request, workers = replace(LONG, num_prompt_tokens=num_tokens), [P0, P1, D0, D1]
+    for label in LABELS:
+        assert (with_key(label, workers, request).prefill is None) == (chosen(request, workers).prefill is None)
+
+
+def test_keys_are_spread_evenly_and_stay_when_others_go() -> None:
+    workers = several("decode", 10)
+    labels = [f"key {number}" for number in range(600)]
+    before = {label: with_key(label, workers).decode for label in labels}
+    assert all(30 < count < 95 for count in Counter(before.values()).values())
+    after = {label: with_key(label, workers[1:]).decode for label in labels}
+    assert {before[label] for label in labels if before[label] != after[label]} == {workers[0].worker_id}
+    assert len({after[label] for label in labels if before[label] == workers[0].worker_id}) == 9
 
 
 # Limits

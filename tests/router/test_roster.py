@@ -47,6 +47,7 @@ def some_request() -> RequestView:
         num_choices=RANDOM.choice([1, 4]),
         block_bytes=RANDOM.choice([1000, 700_000, 5_000_000]),
         overlap={worker.worker_id: RANDOM.randrange(1, 33) for worker in holders} | {"nobody": 5},
+        preferred=RANDOM.choice([{}, {"prefill-003": 1.0, "decode-007": 1.0, "decode-001": 0.5, "nobody": 0.75}]),
     )
 
 
@@ -56,11 +57,17 @@ def test_columns_are_the_formulas(case: int) -> None:
     roster = Roster([*PREFILLS, *DECODES])
     sources = cost_model.find_sources(request, roster.holders(request))[:1]
     readings = [cost_model.read(request, worker, sources) for worker in PREFILLS]
-    expected = [worker.queue_s + reading.read_s for worker, reading in zip(PREFILLS, readings)]
+    expected = [
+        worker.queue_s + reading.read_s + cost_model.stray_s(request, worker)
+        for worker, reading in zip(PREFILLS, readings)
+    ]
     if not sources or sources[0].role == "decode":  # otherwise the source itself, and paths that nobody measured
         assert roster.prefills.prefill_costs_s(request, sources) == pytest.approx(expected, rel=1e-12)
     costs_s = [
-        EXPECTED_TOKENS * cost_model.itl_s(request, worker) + cost_model.room_s(request, worker) for worker in DECODES
+        EXPECTED_TOKENS * cost_model.itl_s(request, worker)
+        + cost_model.room_s(request, worker)
+        + cost_model.stray_s(request, worker)
+        for worker in DECODES
     ]
     assert roster.decodes.decode_costs_s(request) == pytest.approx(costs_s, rel=1e-12)
     held = [request.num_held_tokens(worker.worker_id) for worker in DECODES]
