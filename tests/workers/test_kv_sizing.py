@@ -75,6 +75,9 @@ def test_a_trial_cache_holds_the_largest_step_and_the_full_one_what_is_left() ->
     full = full_cache(asked, CONFIG, trial, lambda device: memory)
     assert full.num_blocks + NUM_PROBE_BLOCKS == 8_000
     assert full.tensor.device == trial.tensor.device
+    half = config(gpu_share=0.5, gpu_memory_utilization=1.0)
+    memory = DeviceMemory(total=2 * (CONTEXT_BYTES + 100 * size), free=CONTEXT_BYTES, reserved=0)
+    assert full_cache(half, CONFIG, trial, lambda device: memory).num_blocks + NUM_PROBE_BLOCKS == 100
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_one_that_does() -> None:

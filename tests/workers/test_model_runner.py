@@ -194,6 +194,16 @@ def test_batches_that_cannot_be_run_are_refused(items: tuple[BatchItem, ...], wo
         make_runner().execute(Batch(items))
 
 
+def test_with_another_cache_nothing_recorded_holds() -> None:
+    expected = generate(make_runner(), [0, 3], 17, 3)
+    runner = make_runner()
+    cache = KVCache(CONFIG, NUM_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE, torch.bfloat16, "cpu")
+    cache.tensor.fill_(float("nan"))
+    runner.use_cache(cache)
+    assert generate(runner, [0, 3], 17, 3) == expected
+    assert runner.counts.replayed == runner.counts.replayed_to_logits == 0
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_rehearsal_runs_every_size_and_changes_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(make_runner(backend=backend), [0, 3], 17, 3)
