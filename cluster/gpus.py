@@ -17,14 +17,14 @@ RAY_PRECISION = 10_000
 
 
 def count_gpus(environment: Mapping[str, str] | None = None) -> int:
-    """That a process of ours can use: those of CUDA_VISIBLE_DEVICES where it is set, else all of the machine."""
+    """That a process of ours can use: those of the machine, or of them those that CUDA_VISIBLE_DEVICES names."""
+    found = len(list(DEVICES.glob("nvidia[0-9]*"))) or int((DEVICES / "dxg").exists())
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",")]
-        # CUDA ignores what follows a name that is none
-        return next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
-    found = len(list(DEVICES.glob("nvidia[0-9]*")))
-    return found or int((DEVICES / "dxg").exists())
+    if found == 0 or visible is None:
+        return found
+    names = [name.strip() for name in visible.split(",")]  # parts of GPUs have names, too: there may be more than found
+    # CUDA ignores what follows a name that is none
+    return next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
 
 
 def gpus_per_worker(config: ClusterConfig) -> float:

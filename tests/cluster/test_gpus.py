@@ -45,8 +45,10 @@ def test_device_files_are_counted_whatever_their_numbers(devices: Path, files: l
     [("", 0), ("-1", 0), ("NoDevFiles", 0), ("2", 1), ("2,5", 2), ("0,-1,1", 1), ("MIG-a,MIG-b", 2)],
 )
 def test_what_is_hidden_does_not_count(devices: Path, visible: str, count: int) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpus.count_gpus(environment) == 0, "some machines without a GPU set it, too"
     (devices / "nvidia0").touch()
-    assert gpus.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert gpus.count_gpus(environment) == count
 
 
 @pytest.mark.parametrize(
