@@ -75,7 +75,8 @@ class Stepper(ABC):
                 return []
 
     async def run(self) -> None:
-        """Step until `close()`; sleep while there is nothing to compute. An error here is a bug of the accounting."""
+        """Step until `close()`; sleep while there is nothing to compute. An error here is a bug of the accounting, or a
+        device that is lost."""
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="runner") as executor:
             while not self._is_closed or not self._pipeline.is_empty:
