@@ -218,7 +218,12 @@ class _Cluster:
     def _watch_ray(self) -> RayWatch:
         watch = watch_of_this_ray(self.lost, is_own=self._config.address is None)
         watching = in_background(watch.watch(), name="watch Ray")
-        self._stack.callback(watching.cancel)
+
+        async def leave_be() -> None:
+            watching.cancel()
+            await asyncio.to_thread(watch.settle)
+
+        self._stack.push_async_callback(leave_be)
         return watch
 
     async def leave_absent_ray(self) -> None:

@@ -1,12 +1,15 @@
-"""Is Ray's control plane there? Asked from outside, by connecting to its two ports once in a while.
+"""Is Ray's control plane there, and does it answer?
 
     HEAD    the GCS: places actors, knows nodes. May come back, where its tables are kept in Redis.
     RAYLET  the one beside us. A driver is bound to it: once gone it is gone for this process, whatever starts in its
             place, and Ray ends our workers as soon as it notices.
 
+    away    nobody listens at its port: found by connecting every half second, from outside
+    hangs   somebody listens, and answers nothing: found by a real call every few seconds (pulse.py)
+
 Tokens, KV and heartbeats do not pass through Ray, so workers that live go on serving without it; only nobody can be
-placed or replaced. What to do is decided by `judge`, a pure function. Lost: asking Ray itself, whose calls block for a
-minute when it is away, and watching the processes, which another container cannot see.
+placed or replaced. What to do is decided by `judge`, a pure function. Lost: finding death by calls, which block for a
+minute when Ray is away, and watching the processes, which another container cannot see.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
+from tandem.cluster.pulse import Pulse
 from tandem.workers.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -27,10 +32,14 @@ PROBE_S = 0.5
 CONNECT_TIMEOUT_S = 3.0
 MISSES = 2
 """In a row, before somebody is called away."""
+BEAT_S = 3.0
+"""Between calls. Several in a row without an answer, some 15 s, and somebody hangs."""
+SETTLE_S = 1.0
+"""A call that was on its way has so long before Ray is stopped."""
 RAYLET_GRACE_S = 60.0
 """In a joined cluster, workers may live on for so long after the raylet beside the launcher; then the launcher goes."""
 HEAD_GRACE_S = 30.0
-"""The head has so long to come back while no worker decodes."""
+"""The head has so long to come back, and whoever hangs to answer, while no worker decodes."""
 
 Verdict = Literal["up", "degraded", "lost"]
 
@@ -41,49 +50,74 @@ class RayLost(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is seen at one moment. Seconds since each was first missed; None: it is there."""
+    """What is seen at one moment. Seconds since each was first missed, or either hung; None: it is there."""
 
     raylet_away_s: float | None
     head_away_s: float | None
     can_decode: bool
+    hung_s: float | None = None
 
 
 def judge(sight: Sight, *, is_own: bool) -> Verdict:
     """`is_own`: a Ray that the launcher started, for itself alone. Nobody but a new launcher would start it again."""
-    if sight.raylet_away_s is None and sight.head_away_s is None:
+    is_away = sight.raylet_away_s is not None or sight.head_away_s is not None
+    if not is_away and sight.hung_s is None:
         return "up"
-    if is_own:
+    if is_own and is_away:
         return "lost"
     if sight.raylet_away_s is not None and (not sight.can_decode or sight.raylet_away_s >= RAYLET_GRACE_S):
         return "lost"
-    if sight.head_away_s is not None and not sight.can_decode and sight.head_away_s >= HEAD_GRACE_S:
-        return "lost"
-    return "degraded"
+    missed_s = max(sight.head_away_s or 0.0, sight.hung_s or 0.0)
+    return "lost" if not sight.can_decode and missed_s >= HEAD_GRACE_S else "degraded"
 
 
 class Endpoint:
-    """One address that is probed."""
+    """One address that is probed, and what is asked of whoever listens there."""
 
-    def __init__(self, name: str, host: str, port: int, *, may_return: bool) -> None:
+    def __init__(self, name: str, host: str, port: int, pulse: Pulse, *, may_return: bool) -> None:
         self.name = name
         self.host = host
         self.port = port
+        self.pulse = pulse
         self._may_return = may_return
         self._num_missed = 0
         self._away_since: float | None = None
+        self._hung_since: float | None = None
 
     async def probe(self, now: float) -> None:
         if self._away_since is not None and not self._may_return:
             return  # what answers there now is somebody else
-        if await _can_connect(self.host, self.port):
+        try:
+            is_there = await _can_connect(self.host, self.port)
+        except TimeoutError:  # who hangs for long has a full queue of connections; that is no news
+            is_there = self._hung_since is not None
+        if is_there:
             self._num_missed, self._away_since = 0, None
             return
         self._num_missed += 1
         if self._num_missed >= MISSES and self._away_since is None:
             self._away_since = now
 
+    def beat(self, now: float) -> None:
+        """Who is away is not asked: the call could end this process."""
+        if self._away_since is None:
+            self.pulse.beat()
+        if not self.pulse.is_hung:
+            self._hung_since = None
+        elif self._hung_since is None:
+            self._hung_since = now
+
     def away_s(self, now: float) -> float | None:
         return None if self._away_since is None else now - self._away_since
+
+    def hung_s(self, now: float) -> float | None:
+        return None if self._hung_since is None else now - self._hung_since
+
+    def trouble(self) -> str | None:
+        """In two words."""
+        if self._away_since is not None:
+            return "is away"
+        return None if self._hung_since is None else "does not answer"
 
 
 class RayWatch:
@@ -100,6 +134,7 @@ class RayWatch:
     ) -> None:
         self._raylet = raylet
         self._head = head
+        self._parts = (raylet, head)
         self._is_own = is_own
         self._clock = clock
         self._up = asyncio.Event()
@@ -118,41 +153,63 @@ class RayWatch:
 
     def reasons(self) -> list[str]:
         """What is missing, in the words of /ready."""
-        now = self._clock()
         return [
-            f"{part.name} is away: lost workers are not replaced"
-            for part in (self._raylet, self._head)
-            if part.away_s(now) is not None
+            f"{part.name} {trouble}: lost workers are not replaced"
+            for part in self._parts
+            if (trouble := part.trouble()) is not None
         ]
 
     async def watch(self) -> None:
         """Until Ray is lost."""
-        while not self._lost.done():
-            await asyncio.sleep(PROBE_S)
-            now = self._clock()
-            await asyncio.gather(self._raylet.probe(now), self._head.probe(now))
-            self._apply(now)
+        beating = asyncio.create_task(self._beat(), name="ask Ray")
+        try:
+            while not self._lost.done():
+                await asyncio.sleep(PROBE_S)
+                now = self._clock()
+                await asyncio.gather(self._raylet.probe(now), self._head.probe(now))
+                self._apply(now)
+        finally:
+            beating.cancel()
+
+    def settle(self) -> None:
+        """After `watch` was ended, before Ray is: no call may be on its way then. Blocks."""
+        for part in self._parts:
+            part.pulse.settle(SETTLE_S)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for part in self._parts:
+                part.beat(self._clock())
 
     def _apply(self, now: float) -> None:
         raylet_s, head_s = self._raylet.away_s(now), self._head.away_s(now)
-        verdict = judge(Sight(raylet_s, head_s, self.can_decode()), is_own=self._is_own)
+        hung = [seconds for part in self._parts if (seconds := part.hung_s(now)) is not None]
+        sight = Sight(raylet_s, head_s, self.can_decode(), max(hung, default=None))
+        verdict = judge(sight, is_own=self._is_own)
         if verdict == "up" and not self.is_up:
-            logger.warning("%s is back: lost workers are replaced again", self._head.name)
+            logger.warning("Ray is back: lost workers are replaced again")
             self._up.set()
         elif verdict != "up" and self.is_up:
             self._up.clear()
             if verdict == "degraded":
                 logger.error("%s; those that live go on serving", "; ".join(self.reasons()))
         if verdict == "lost" and not self._lost.done():
-            gone = self._raylet if raylet_s is not None else self._head
-            self._lost.set_result(f"{gone.name} is gone; this process ends, so that it is started anew")
+            self._lost.set_result(f"{self._culprit(now)}; this process ends, so that it is started anew")
+
+    def _culprit(self, now: float) -> str:
+        gone = [part.name for part in self._parts if part.away_s(now) is not None]
+        return f"{gone[0]} is gone" if gone else "Ray does not answer, and no worker decodes"
 
 
 async def _can_connect(host: str, port: int) -> bool:
+    """Raises `TimeoutError` where nobody says yes or no."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError):
+    except TimeoutError:
+        raise
+    except OSError:
         return False
     writer.close()
     with suppress(OSError):
@@ -168,8 +225,13 @@ def watch_of_this_ray(lost: asyncio.Future[str], *, is_own: bool) -> RayWatch:
     nodes: list[dict[str, Any]] = cast(Any, ray).nodes()
     here = next(node for node in nodes if node["NodeID"] == context.get_node_id())
     host, _, port = str(context.gcs_address).rpartition(":")
+    # the store that takes what is put lives in the raylet; nothing is kept there, as nobody keeps the reference
     raylet = Endpoint(
-        "Ray's raylet on this machine", here["NodeManagerAddress"], here["NodeManagerPort"], may_return=False
+        "Ray's raylet on this machine",
+        here["NodeManagerAddress"],
+        here["NodeManagerPort"],
+        Pulse(partial(ray.put, None)),
+        may_return=False,
     )
-    head = Endpoint("Ray's head", host.strip("[]"), int(port), may_return=not is_own)
+    head = Endpoint("Ray's head", host.strip("[]"), int(port), Pulse(cast(Any, ray).nodes), may_return=not is_own)
     return RayWatch(raylet, head, lost, is_own=is_own)

@@ -15,6 +15,7 @@ from tandem.cluster import app, ray_watch
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.http_server import StopSignals
 from tandem.cluster.progress import StartProgress
+from tandem.cluster.pulse import Pulse
 from tandem.cluster.ray_watch import HEAD_GRACE_S, RAYLET_GRACE_S, Endpoint, RayLost, RayWatch, Sight, Verdict, judge
 
 
@@ -40,18 +41,32 @@ def test_what_is_lost(
     assert (judge(sight, is_own=True), judge(sight, is_own=False)) == (own, joined)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_who_hangs_is_waited_for_while_somebody_decodes(is_own: bool) -> None:
+    verdicts = [
+        judge(Sight(None, None, can_decode, hung_s), is_own=is_own)
+        for can_decode, hung_s in ((True, 0.0), (True, 100 * HEAD_GRACE_S), (False, 0.0), (False, HEAD_GRACE_S))
+    ]
+    assert verdicts == ["degraded", "degraded", "degraded", "lost"]
+    assert judge(Sight(None, 0.0, True, 0.0), is_own=True) == "lost", "and then its port closes"
+
+
+BACKLOG = 4096
+"""Nobody accepts here."""
+
+
 class Port:
     """Something that listens, until it does not, and then again."""
 
     def __init__(self) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.number: int = self.socket.getsockname()[1]
 
     def close(self) -> None:
         self.socket.close()
 
     def open(self) -> None:
-        self.socket = socket.create_server(("127.0.0.1", self.number))
+        self.socket = socket.create_server(("127.0.0.1", self.number), backlog=BACKLOG)
 
 
 class Scene:
@@ -59,11 +74,13 @@ class Scene:
 
     def __init__(self, *, is_own: bool = False) -> None:
         self.raylet, self.head = Port(), Port()
+        self.answers = threading.Event()
+        self.answers.set()
         self.now = 0.0
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.watch = RayWatch(
-            Endpoint("raylet", "127.0.0.1", self.raylet.number, may_return=False),
-            Endpoint("head", "127.0.0.1", self.head.number, may_return=not is_own),
+            Endpoint("raylet", "127.0.0.1", self.raylet.number, Pulse(lambda: None), may_return=False),
+            Endpoint("head", "127.0.0.1", self.head.number, Pulse(self.answers.wait), may_return=not is_own),
             self.lost,
             is_own=is_own,
             clock=lambda: self.now,
@@ -100,9 +117,67 @@ async def test_a_head_that_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     await seen(scene)
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
         "head is away: lost workers are not replaced; those that live go on serving",
-        "head is back: lost workers are replaced again",
+        "Ray is back: lost workers are replaced again",
     ]
     watching.cancel()
+    scene.close()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_a_head_that_hangs_and_answers_again(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_watch, "BEAT_S", 0.05)
+    scene = Scene(is_own=is_own)
+    watching = asyncio.create_task(scene.watch.watch())
+    scene.answers.clear()  # it still listens
+    await seen(scene, "head does not answer: lost workers are not replaced")
+    waiting = asyncio.create_task(scene.watch.wait_up())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    assert not scene.lost.done()
+    scene.answers.set()
+    await asyncio.wait_for(waiting, 5)
+    await seen(scene)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING][:2] == [
+        "head does not answer: lost workers are not replaced; those that live go on serving",
+        "Ray is back: lost workers are replaced again",
+    ]
+    watching.cancel()
+    scene.close()
+
+
+async def test_a_full_queue_of_connections_is_no_death() -> None:
+    """Who hangs for half an hour takes no more connections either."""
+    hung = Pulse(lambda: None)
+    endpoint = Endpoint("head", "127.0.0.1", 1, hung, may_return=True)
+    for number in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_watch, "_can_connect", never)
+            patch.setattr(Pulse, "is_hung", number < 2)
+            endpoint.beat(0.0)
+            await endpoint.probe(0.0)
+            assert endpoint.trouble() == ["does not answer", "does not answer", None, "is away"][number]
+
+
+async def never(host: str, port: int) -> bool:
+    raise TimeoutError
+
+
+async def test_a_head_that_hangs_is_given_up_when_nobody_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_watch, "BEAT_S", 0.05)
+    scene = Scene()
+    scene.watch.can_decode = lambda: False
+    watching = asyncio.create_task(scene.watch.watch())
+    scene.answers.clear()
+    await seen(scene, "head does not answer: lost workers are not replaced")
+    assert not scene.lost.done()
+    scene.now = HEAD_GRACE_S
+    assert await asyncio.wait_for(scene.lost, 5) == (
+        "Ray does not answer, and no worker decodes; this process ends, so that it is started anew"
+    )
+    scene.answers.set()
+    await watching
     scene.close()
 
 
