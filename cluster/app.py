@@ -32,6 +32,7 @@ import uvloop
 from tandem.cluster.actors import IndexSettings
 from tandem.cluster.background import in_background
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.drain import drain
 from tandem.cluster.gateway_pool import bind_public, open_gateway
 from tandem.cluster.guard import end_processes, guarded, this_family
 from tandem.cluster.gpus import count_gpus
@@ -114,8 +115,8 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
         if cluster.lost.done():
             await started.gateway.stop(drain_s=min(LOST_DRAIN_S, config.drain_timeout))
             await cluster.leave_lost_ray()
-        say("stopping: running requests have a few seconds; again to stop at once")
-        await started.gateway.stop(drain_s=config.drain_timeout)
+        say(f"stopping: running requests have {config.drain_timeout:g} s; again to stop at once")
+        await drain(started.gateway, config.drain_timeout, is_followed=config.address is not None)
         _end_by_force_in(STOP_S)
         await cluster.leave_absent_ray()
 

@@ -46,14 +46,16 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     max_model_len: int
     workers: tuple[Listed, ...]
     degraded: tuple[str, ...] = ()
+    draining: bool = False
 
     @classmethod
     def of(cls, gateway: Gateway) -> ClusterAnswer:
         """The same of a live set of ours."""
         workers = [(link.address, link.state) for link in gateway.workers.links()]
         listed = [Listed(at.worker_id, at.role, at.epoch, f"{at.host}:{at.port}", state) for at, state in workers]
-        config = gateway.config
-        return cls(config.model_name, config.max_model_len, tuple(listed), tuple(gateway.shortcomings()))
+        config, degraded = gateway.config, tuple(gateway.shortcomings())
+        is_draining = gateway.admission.is_draining
+        return cls(config.model_name, config.max_model_len, tuple(listed), degraded, is_draining)
 
 
 class LauncherSight:
@@ -61,9 +63,14 @@ class LauncherSight:
 
     def __init__(self) -> None:
         self.missing: tuple[str, ...] = ()
+        self.draining = False
 
     def reasons(self) -> list[str]:
         return list(self.missing)
+
+    def is_draining(self) -> bool:
+        """It is about to stop, and its workers with it."""
+        return self.draining
 
 
 def client_of(url: str) -> httpx.AsyncClient:
@@ -96,9 +103,11 @@ async def follow(
                 logger.warning("the launcher does not answer (%s): its workers stay listed", type(error).__name__)
             was_reached = False
             sight.missing = ("the launcher does not answer: lost workers are not replaced",)
+            sight.draining = False  # it has ended, and who lives serves
         else:
             was_reached = True
             sight.missing = answer.degraded
+            sight.draining = answer.draining
             apply_list(workers, answer.workers)
         await asyncio.sleep(poll_s)
 

@@ -89,7 +89,7 @@ async def _start(
     settings = msgspec.structs.replace(settings, num_prefill=0, num_decode=0, num_aggregated=0)
     gateway = await open_gateway(settings, config, public, admin, stack)
     sight = LauncherSight()
-    gateway.watch_control_plane(sight.reasons)
+    gateway.watch_control_plane(sight.reasons, sight.is_draining)
     following = in_background(follow(client, gateway.workers, sight=sight), name="follow the launcher")
     stack.callback(following.cancel)
     if config.gateways > 1:

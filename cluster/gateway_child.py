@@ -100,7 +100,7 @@ async def _serve(settings: ChildSettings) -> None:
         await gateway.start()
         stack.enter_context(settled_collector())
         sight = LauncherSight()
-        gateway.watch_control_plane(sight.reasons)
+        gateway.watch_control_plane(sight.reasons, sight.is_draining)
         following = in_background(
             follow(client, gateway.workers, path=WORKERS_PATH, poll_s=FOLLOW_S, sight=sight), name="follow the parent"
         )

@@ -135,9 +135,9 @@ class GatewayPool(Gateway):
                     raise TandemError(f"gateway {process.number} ended while it started: {process.last_end}")
             await asyncio.sleep(LOOK_S)
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """All processes drain at the same time; what has not ended after that is killed."""
-        self.admission.is_draining = True
+    async def drain(self, drain_s: float) -> None:
+        """All processes drain at the same time, and end; what has not ended after that is killed."""
+        self.admission.close_door()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -149,7 +149,6 @@ class GatewayPool(Gateway):
             end.cancel()
         for process in self.processes:
             await process.close()
-        await super().stop()
 
     def _merged_admin_app(self, own: ASGIApp) -> Starlette:
         async def metrics(request: Request) -> Response:

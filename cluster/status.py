@@ -25,6 +25,8 @@ def show_status(url: str, *, as_json: bool) -> None:
         console.print(status_table(cluster))
         for line in (*pair_lines(cluster), *gateway_lines(cluster)):
             console.print(line, highlight=False)
+        if cluster.get("draining"):
+            console.print("[yellow]draining[/]: no request is taken any more")
         for reason in cluster.get("degraded", ()):
             console.print(f"[red]degraded[/]: {reason}")
         console.print(f"model {cluster['model']}   prefix index {INDEX[cluster['redis']['up']]}")

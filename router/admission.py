@@ -36,10 +36,21 @@ class Admission:
         self._max_prompt_tokens = max_prompt_tokens
         self.num_in_flight = 0
         self.num_prompt_tokens = 0
-        self.is_draining = False
+        self.is_cluster_draining: Callable[[], bool] = lambda: False
+        """Whether the workers are about to stop, by somebody else's will."""
+        self._is_closed = False
         self._num_open = 0
         self._empty = asyncio.Event()
         self._empty.set()
+
+    @property
+    def is_draining(self) -> bool:
+        """Nobody is let in."""
+        return self._is_closed or self.is_cluster_draining()
+
+    def close_door(self) -> None:
+        """For good."""
+        self._is_closed = True
 
     @contextmanager
     def open_door(self) -> Iterator[None]:

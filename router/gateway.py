@@ -120,18 +120,26 @@ class Gateway:
                 raise UserError(refusals[0])
             await self.workers.wait_changed()
 
-    def watch_control_plane(self, missing: Callable[[], list[str]]) -> None:
-        """Tell of it in /ready, /cluster and metrics. `missing` is empty while all is there."""
+    def watch_control_plane(
+        self, missing: Callable[[], list[str]], is_draining: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Tell of it in /ready, /cluster and metrics. `missing` is empty while all is there; `is_draining` once whoever
+        keeps the workers is about to stop them: what runs may end, and nothing new is begun."""
         self.degraded = missing
+        self.admission.is_cluster_draining = is_draining
         self.metrics.add_control_plane(lambda: float(not missing()))
 
-    async def stop(self, drain_s: float = 0.0) -> None:
+    async def drain(self, drain_s: float) -> None:
         """Take nothing new on, give what runs `drain_s` to finish, end the rest with an error."""
-        self.admission.is_draining = True
+        self.admission.close_door()
         await self.admission.until_empty(drain_s)
         if self._house is not None and not self._house.closing.done():
             self._house.closing.set_result(shutting_down())
             await self.admission.until_empty(LAST_WORDS_S)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Drain, and leave the workers."""
+        await self.drain(drain_s)
         if self._grammars is not None:
             await self._grammars.close()
         await self.workers.close()

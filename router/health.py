@@ -18,6 +18,12 @@ def can_serve(workers: WorkerSet) -> bool:
     return any(link.can_decode for link in workers.ready())
 
 
+def is_idle(workers: WorkerSet) -> bool:
+    """No worker does anything for anybody, as far as they have told: at each heartbeat."""
+    told = [link.snapshot for link in workers.ready() if link.snapshot is not None]
+    return not any(snapshot.num_running or snapshot.num_waiting for snapshot in told)
+
+
 def missing_parts(config: GatewayConfig, workers: WorkerSet, *, is_draining: bool) -> list[str]:
     """One sentence per missing part; empty when ready."""
     ready = workers.ready()

@@ -96,13 +96,14 @@ async def test_what_is_missing_at_the_launcher_is_told_on(workers: WorkerSet) ->
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://launcher") as client:
         sight = LauncherSight()
         following = asyncio.create_task(follow(client, workers, poll_s=0.001, sight=sight))
-        for now[0], expected in (
-            (body | {"degraded": [away]}, [away]),
-            (None, ["the launcher does not answer: lost workers are not replaced"]),
-            (body | {"degraded": []}, []),
+        for now[0], expected, is_draining in (
+            (body | {"degraded": [away]}, [away], False),
+            (body | {"degraded": [], "draining": True}, [], True),
+            (None, ["the launcher does not answer: lost workers are not replaced"], False),
+            (body | {"degraded": []}, [], False),
         ):
             async with asyncio.timeout(5):
-                while sight.reasons() != expected:  # noqa: ASYNC110
+                while (sight.reasons(), sight.is_draining()) != (expected, is_draining):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

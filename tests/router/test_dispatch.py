@@ -259,6 +259,25 @@ async def test_stop_ends_what_does_not_finish(open_house: Any, saying: Any) -> N
 
 # Stop strings
 
+async def test_while_the_cluster_drains_what_runs_may_end_and_nothing_is_begun(open_house: Any, saying: Any) -> None:
+    house = await open_house(saying(TEXT, delay_s=0.01))
+    is_draining = False
+    house.gateway.watch_control_plane(list, lambda: is_draining)
+    request = asyncio.create_task(streamed_text(house))
+    await house.until(lambda: house.workers["decode-0"].num_running == 1)
+    is_draining = True
+    with pytest.raises(openai.InternalServerError) as caught:
+        await chat(house)
+    assert (caught.value.status_code, caught.value.code) == (503, "draining")
+    assert (await house.http.get("/ready")).status_code == 503
+    assert (await house.admin.get("/cluster")).json()["draining"] is True
+    assert await request == TEXT
+    is_draining = False  # the next launcher is there
+    assert (await house.http.get("/ready")).status_code == 200
+    await chat(house)
+    assert await house.outcomes() == {"ok": 2, "rejected": 1}
+
+
 
 async def test_stop_string_of_a_single_choice_cancels(open_house: Any, saying: Any) -> None:
     house = await open_house(saying(TEXT, delay_s=0.002))
