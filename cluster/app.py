@@ -34,8 +34,8 @@ from tandem.cluster.background import in_background
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.drain import drain
 from tandem.cluster.gateway_pool import bind_public, open_gateway
-from tandem.cluster.guard import end_processes, guarded, this_family
 from tandem.cluster.gpus import count_gpus
+from tandem.cluster.guard import end_processes, guarded, this_family
 from tandem.cluster.http_server import StopSignals
 from tandem.cluster.keys import ClusterKey
 from tandem.cluster.listeners import bind, url_of
@@ -118,6 +118,7 @@ async def _serve(config: ClusterConfig, progress: StartProgress) -> None:
         say(f"stopping: running requests have {config.drain_timeout:g} s; again to stop at once")
         await drain(started.gateway, config.drain_timeout, is_followed=config.address is not None)
         _end_by_force_in(STOP_S)
+        await started.gateway.stop()
         await cluster.leave_absent_ray()
 
 

@@ -20,7 +20,8 @@ from tandem.router.config import GatewayConfig
 from tandem.router.gateway import Gateway
 
 TANDEM_COMMAND = re.compile(r"\btandem (serve|gateway)((?: --[a-z-]+(?: [^ ;]+)?)*)")
-OUR_PODS = {"tandem-gateway", "tandem-head", "tandem-prefill", "tandem-decode", "tandem-redis"}
+RAY_PODS = {"tandem-head", "tandem-prefill", "tandem-decode"}
+OUR_PODS = RAY_PODS | {"tandem-gateway", "tandem-redis"}
 
 
 def settings(overlay: str, container: Any, folder: Path) -> ClusterConfig:
@@ -183,7 +184,11 @@ def test_pods_live_long_enough_to_drain(tmp_path: Path) -> None:
     pods = dict(pod_specs(built("cpu")))
     pause = int(gateway("cpu")["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pods["tandem-gateway"]["terminationGracePeriodSeconds"] > pause + config.drain_timeout
-    assert pods["tandem-head"]["terminationGracePeriodSeconds"] > config.drain_timeout
+    waits = {name: pods[name]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2] for name in RAY_PODS}
+    for name, wait in waits.items():  # for the launcher, which drains
+        _, longest_s, *_ = wait.split()
+        assert config.drain_timeout < int(longest_s) < pods[name]["terminationGracePeriodSeconds"]
+    assert f":{config.admin_port}/live" in waits["tandem-head"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
