@@ -72,6 +72,7 @@ class DecodeWorker(Role):
             case Pair():
                 for address in message.prefill:
                     self._tasks.spawn(self._pair(connection, address), f"pair with {address.worker_id}")
+                super().handle(connection, message)
             case _:
                 super().handle(connection, message)
 

@@ -38,7 +38,9 @@ AVOID_S = 10.0
 WORTH_IT = 2.0
 """A fetch may take so many times as long as computing: it leaves this worker to others meanwhile. It also keeps a turn
 of a conversation from costing the answer before it again where that answer is short."""
-LEAST_FETCH_S = 0.05
+ALWAYS_WORTH_IT_S = 0.01
+"""A fetch that takes no longer is made however fast computing is: what one worker has computed, no other does again."""
+LEAST_FETCH_S = 0.25
 """A fetch that pays if all goes well is given so long at least: a peer that is busy for a moment would otherwise be
 taken for one that fails, and be left alone for `AVOID_S`."""
 USUAL_PEER = PathSpeed(bytes_per_s=1e9, latency_s=PEER_LATENCY_S)
@@ -165,32 +167,38 @@ class Filler:
         if source.address.worker_id == self.address.worker_id or end <= first:
             return False
         if self._avoided_until.get(source.address, 0.0) > time.monotonic():
+            self._count_fetch("avoided")
             return False
         num_bytes, bearable_s = (end - first) * self.reader.kv_cache.block_bytes, self._bearable_s(first, end)
         path = self._path_to(source.address)
         if path is UNKNOWN_PEER and USUAL_PEER.seconds(num_bytes) < bearable_s:
             self.peers.prepare(source.address)  # too late for this prompt perhaps, not for the next
-        return path.seconds(num_bytes) < bearable_s
+        if path.seconds(num_bytes) < bearable_s:
+            return True
+        self._count_fetch("declined")
+        return False
 
     def _bearable_s(self, first: int, end: int) -> float:
-        return WORTH_IT * self._compute_s(first, end)
+        return max(ALWAYS_WORTH_IT_S, WORTH_IT * self._compute_s(first, end))
 
     def _path_to(self, address: WorkerAddress) -> PathSpeed:
-        if (path := self._paths.get(address)) is not None:
-            return path.speed
-        measured = self.peers.path_to(address)
-        return UNKNOWN_PEER if measured is None else PathSpeed(measured.gigabytes_per_s * 1e9, PEER_LATENCY_S)
+        path = self._measured_path(address)
+        return UNKNOWN_PEER if path is None else path.speed
 
-    def _observe(self, address: WorkerAddress, fetch: FetchAttempt) -> None:
-        """Remember what pulls from this worker really deliver."""
-        if fetch.pull_s <= 0:
-            return
+    def _measured_path(self, address: WorkerAddress) -> MeasuredPath | None:
+        """What pulls from this worker really deliver; before the first one, what the probe found. None: a stranger."""
         path = self._paths.get(address)
-        if path is None:
+        if path is None and (measured := self.peers.path_to(address)) is not None:
             if len(self._paths) >= MAX_PATHS:
                 self._paths.clear()
-            path = self._paths[address] = MeasuredPath(PathSpeed(fetch.pulled_bytes / fetch.pull_s, PEER_LATENCY_S))
-        path.observe(fetch.pulled_bytes, fetch.pull_s + PEER_LATENCY_S)
+            path = self._paths[address] = MeasuredPath(USUAL_PEER)
+            path.begin_at(measured.gigabytes_per_s * 1e9)
+        return path
+
+    def _observe(self, address: WorkerAddress, fetch: FetchAttempt) -> None:
+        path = self._measured_path(address)
+        if path is not None and fetch.pull_s > 0:
+            path.observe(fetch.pulled_bytes, fetch.pull_s + PEER_LATENCY_S)
 
     def _avoid(self, address: WorkerAddress) -> None:
         if len(self._avoided_until) >= MAX_PATHS:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,6 +196,12 @@ class Peers:
         """Begin to pair, for whoever asks later; once at a time."""
         if not any(task.get_name() == _task_name(address) for task in self._pairing):
             self._begin(address)
+
+    def meet(self, addresses: Iterable[WorkerAddress]) -> None:
+        """Pair with all that may be asked some day; not where every link takes memory of a GPU."""
+        if self._transfer.name != "nccl":
+            for address in addresses:
+                self.prepare(address)
 
     def _begin(self, address: WorkerAddress) -> asyncio.Task[Peer]:
         task = asyncio.create_task(self.get(address), name=_task_name(address))

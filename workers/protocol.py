@@ -16,7 +16,7 @@ Then, on a gateway's connection to a worker that decodes (decode or aggregated):
 
 on a gateway's connection to a prefill worker:
 
-    gateway -> Embed, Cancel, Ping
+    gateway -> Embed, Cancel, Pair, Ping
     worker  -> Embedded, Failed, Pong
 
 and on a worker's connection to another one (one connection carries many requests; the second answers):
@@ -113,9 +113,12 @@ class UsePrefill(Message, frozen=True, kw_only=True):
 
 
 class Pair(Message, frozen=True, kw_only=True):
-    """Connect to these prefill workers, compare identities, measure the path: now, so that no request waits for it."""
+    """Connect to these workers, compare identities, measure the path: now, so that no request waits for it. `prefill`:
+    whose prompts a decode worker is handed; it says of each how that went (`Paired`). `sources`: of any role, whence
+    beginnings of prompts may be fetched, to whoever reads prompts; where that does not work, nothing is fetched."""
 
-    prefill: tuple[WorkerAddress, ...]
+    prefill: tuple[WorkerAddress, ...] = ()
+    sources: tuple[WorkerAddress, ...] = ()
 
 
 class Embed(Message, frozen=True, kw_only=True):

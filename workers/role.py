@@ -16,7 +16,7 @@ from tandem.workers.fill import Filler
 from tandem.workers.metrics import WorkerMetrics
 from tandem.workers.peers import Peers
 from tandem.workers.promises import Promises
-from tandem.workers.protocol import AnyMessage
+from tandem.workers.protocol import AnyMessage, Pair
 from tandem.workers.sequence import Sequence
 from tandem.workers.steps import StepOutput
 from tandem.workers.tasks import Tasks
@@ -57,7 +57,9 @@ class Role(ABC):
 
     def handle(self, connection: Connection, message: AnyMessage) -> None:
         """Raises `ProtocolError` for a message that a worker of this role does not take."""
-        if not self.embedder.try_handle(connection, message) and not self.promises.try_handle(connection, message):
+        if isinstance(message, Pair):
+            self.peers.meet(message.sources)
+        elif not self.embedder.try_handle(connection, message) and not self.promises.try_handle(connection, message):
             raise ProtocolError(f"a {self.name} worker does not take {type(message).__name__}")
 
     def connection_lost(self, connection: Connection) -> None:

@@ -61,3 +61,8 @@ class MeasuredPath:
         """What a probe found."""
         self._start = PathSpeed(bytes_per_s, self._start.latency_s)
         self._bytes_per_s = bytes_per_s
+
+    def begin_at(self, bytes_per_s: float) -> None:
+        """What a probe found now: forgotten as any observation is, for it may have met a bad moment."""
+        self._bytes_per_s = bytes_per_s
+        self._observed_at = self._clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from frame_proxy import Cut
 
 from tandem.workers import fill
 from tandem.workers.connection import connect
-from tandem.workers.protocol import Cancel, Confirm, Confirmed, Failed, Fetch, TicketPart
+from tandem.workers.offload.rates import FORGETTING_S, PathSpeed
+from tandem.workers.peers import Measured
+from tandem.workers.protocol import Cancel, Confirm, Confirmed, Failed, Fetch, Pair, TicketPart
 from tandem.workers.transfer.faulty import Delay, Fail, FaultPlan, FaultyTransfer, FlipBit, Hang, SkipBlock
 from tandem.workers.types import CachedTokens, KVSource, Request
 
@@ -189,10 +192,39 @@ async def test_what_is_here_is_not_fetched(scene: Any) -> None:
     assert [(fetch.first_block, fetch.max_blocks) for fetch in asked] == [(5, NUM_BLOCKS - 5)]
 
 
-async def test_it_is_computed_where_that_is_faster(scene: Any) -> None:
+@pytest.mark.parametrize(("latency_s", "is_fetched"), [(0.8, True), (1.0, False)])
+async def test_a_fetch_may_take_twice_as_long_as_computing(scene: Any, latency_s: float, is_fetched: bool) -> None:
+    await scene.build(token_s=0.9 / 2 / (NUM_BLOCKS * 16))
+    scene.reader.role.filler._path_to = lambda address: PathSpeed(1e9, latency_s)
+    assert await scene.run() == CachedTokens(peer=NUM_BLOCKS * 16 if is_fetched else 0)
+    outcome = "whole" if is_fetched else "declined"
+    assert scene.reader.metrics.counters[f'kv_fetches_total{{outcome="{outcome}"}}'] == 1
+
+
+@pytest.mark.parametrize(("latency_s", "is_fetched"), [(0.009, True), (0.011, False)])
+async def test_some_milliseconds_are_bearable_however_fast_computing_is(
+    scene: Any, latency_s: float, is_fetched: bool
+) -> None:
     await scene.build(token_s=1e-9)
+    scene.reader.role.filler._path_to = lambda address: PathSpeed(1e9, latency_s)
+    assert await scene.run() == CachedTokens(peer=NUM_BLOCKS * 16 if is_fetched else 0)
+
+
+async def test_a_path_that_met_a_bad_moment_is_not_slow_for_good(
+    scene: Any, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it the probe's or the first fetch's: nobody would ever measure it again."""
+    await scene.build(token_s=1e-9)
+    filler, peer = scene.reader.role.filler, await scene.reader.role.peers.get(scene.behind_proxy)
+    monkeypatch.setattr(peer, "path", Measured("local", 1e-6))  # a block of this model takes 8 s
     assert await scene.run() == CachedTokens()
-    assert "kv_fetches_total" not in str(scene.reader.metrics.counters)
+    path = filler._paths[scene.behind_proxy]
+    path._clock = lambda: time.monotonic() + FORGETTING_S + 1
+    request = make_request("another", PROMPT_LEN, content=2)
+    expected = await scene.source_gateway.ask(request)
+    answer = await scene.gateway.ask(request, source=KVSource(address=scene.behind_proxy, num_blocks=NUM_BLOCKS))
+    assert answer.outcome == expected.outcome
+    assert answer.started[0].cached == CachedTokens(peer=NUM_BLOCKS * 16)
 
 
 async def test_the_source_is_the_reader_itself(scene: Any) -> None:
@@ -421,17 +453,27 @@ async def test_a_second_turn_costs_the_prefill_worker_the_new_tokens(
     await bench.settled()
 
 
+@pytest.mark.parametrize("are_acquainted", [True, False])
 async def test_a_short_answer_is_not_computed_again_by_the_prefill_worker(
-    bench: Any, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+    bench: Any, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch, are_acquainted: bool
 ) -> None:
     """It read the turn before, so the decode worker holds one block more: the answer. A fetch of it takes 5 ms,
-    computing it 3. The first time the two are strangers, and become acquainted for the next."""
+    computing it 3. In a house so large that the two are strangers, they become acquainted for the next turn."""
     monkeypatch.setattr(fill, "LEAST_FETCH_S", 10.0)  # whether it is asked for is the question, not how busy we are
     prefill, decode = await bench.worker("prefill", "p0"), await bench.worker("decode", "d0")
     make_eager(prefill, token_s=0.0002)
     filler = prefill.role.filler  # which takes a measured path for a usual one: this machine may be busy
     filler._path_to = lambda address: fill.USUAL_PEER if filler.peers.path_to(address) else fill.UNKNOWN_PEER
+
+    async def acquainted() -> None:
+        async with asyncio.timeout(5):
+            while prefill.role.peers.path_to(decode.address) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
     gateway = await bench.gateway(decode)
+    if are_acquainted:
+        (await bench.gateway(prefill)).connection.send(Pair(sources=(decode.address,)))
+        await acquainted()
     computed = num_computed_by(prefill)
     prompt, history_len = make_request("turn", 150, content=20).prompt_token_ids, 0
     for turn in range(4):
@@ -439,11 +481,9 @@ async def test_a_short_answer_is_not_computed_again_by_the_prefill_worker(
         request = msgspec.structs.replace(make_request(f"turn {turn}", 1, max_tokens=17), prompt_token_ids=prompt)
         answer = await gateway.ask(request, prefill.address)
         assert answer.started[0].path == "remote"
-        if turn == 1:
+        if turn == 1 and not are_acquainted:
             assert sum(computed) <= len(prompt) - history_len + 17 + 16  # strangers: the answer is computed, once
-            async with asyncio.timeout(5):
-                while prefill.role.peers.path_to(decode.address) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)
+            await acquainted()
         elif turn:
             assert sum(computed) <= len(prompt) - history_len + 16
         history = (*prompt, *answer.token_ids[0])
