@@ -263,6 +263,7 @@ def _mark_start(event: Started) -> None:
         prefill=event.prefill_worker,
         decode=event.decode_worker,
         num_cached_tokens=event.cached.total,
+        num_fetched_tokens=event.cached.peer,
         queue_s=event.queue_s,
         handover_s=event.handover_s,
     )

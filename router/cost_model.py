@@ -19,7 +19,7 @@ With n tokens in the prompt, h of them held, S sequences on the worker and c cho
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 
 from tandem.workers.types import Role
@@ -119,6 +119,7 @@ class Reading:
     num_tokens: int
     """That are computed."""
     source: Source | None = None
+    """Whence more than the worker holds may be fetched, whether or not that is predicted to be faster."""
 
 
 def find_sources(request: RequestView, workers: Iterable[WorkerView]) -> list[WorkerView]:
@@ -135,7 +136,8 @@ def find_sources(request: RequestView, workers: Iterable[WorkerView]) -> list[Wo
 
 
 def read(request: RequestView, worker: WorkerView, sources: Sequence[WorkerView]) -> Reading:
-    """The faster of computing what the worker does not hold, and of fetching more from the best source first."""
+    """The faster of computing what the worker does not hold, and of fetching more from the best source first. A source
+    that holds more is named either way: the worker knows better what it holds, and what the path to there is like."""
     num_held = request.num_held_tokens(worker.worker_id)
     compute_s = _compute_s(request, worker, num_held)
     alone = Reading(compute_s, compute_s, request.num_prompt_tokens - num_held)
@@ -146,13 +148,14 @@ def read(request: RequestView, worker: WorkerView, sources: Sequence[WorkerView]
     num_fetched = num_blocks - num_held // request.block_size
     if num_fetched <= 0:
         return alone
+    named = Source(source.worker_id, num_blocks)
     num_then_held = num_blocks * request.block_size
     fetch_s = worker.speeds.handover_s + num_fetched * request.block_bytes / bytes_per_s(worker, source)
     compute_s = _compute_s(request, worker, num_then_held)
     if fetch_s + compute_s >= alone.read_s:
-        return alone
+        return replace(alone, source=named)
     num_tokens = request.num_prompt_tokens - num_then_held
-    return Reading(fetch_s + compute_s, compute_s, num_tokens, Source(source.worker_id, num_blocks))
+    return Reading(fetch_s + compute_s, compute_s, num_tokens, named)
 
 
 def _compute_s(request: RequestView, worker: WorkerView, num_held: int) -> float:

@@ -67,12 +67,14 @@ class Dispatcher:
         return block_keys(self.config.cluster_key, root, request.prompt_token_ids, identity.block_size)
 
     def more_block_keys(self, keys: Sequence[bytes], request: Request, answer: Sequence[int]) -> list[bytes]:
-        """Names of the full blocks behind `keys`, which are those of the prompt, with this answer behind it."""
+        """Names of the full blocks behind `keys`, which are those of the prompt, with this answer behind it. The KV of
+        its last token was never computed: nothing followed it."""
         identity = self.workers.identity()
         if identity is None:
             return []
-        rest = [*request.prompt_token_ids[len(keys) * identity.block_size :], *answer]
-        return block_keys(self.config.cluster_key, keys[-1], rest, identity.block_size)
+        parent = keys[-1] if keys else root_key(self.config.cluster_key, identity, request.salt)
+        rest = [*request.prompt_token_ids[len(keys) * identity.block_size :], *answer[:-1]]
+        return block_keys(self.config.cluster_key, parent, rest, identity.block_size)
 
     async def view(self, request: Request, keys: Sequence[bytes], affinity: int | None = None) -> RequestView:
         """The request as the policy sees it, prefix overlaps included. `affinity`: see `rendezvous.key_of`."""
@@ -195,7 +197,8 @@ class Generation:
         metrics = self.dispatcher.metrics
         metrics.router_decision.observe(self._lookup_s + time.perf_counter() - began)
         metrics.predicted_ttft.observe(chosen.ttft_s)
-        mark("routed", prefill=chosen.prefill, decode=chosen.decode, predicted_s=chosen.ttft_s)
+        source = None if chosen.source is None else chosen.source.worker_id
+        mark("routed", prefill=chosen.prefill, decode=chosen.decode, source=source, predicted_s=chosen.ttft_s)
         self._note_routed(chosen)
         self._booked = Attempt(self, chosen, self._remaining_request(), self._view)
 
@@ -215,7 +218,7 @@ class Generation:
     def _note_answers(self, decode: str) -> None:
         """The decode worker holds prompt and answer now: the conversation's next turn begins with them."""
         index, link = self.dispatcher.index, self.dispatcher.workers.get(decode)
-        if index is None or link is None or not self._keys:
+        if index is None or link is None or self._keys is None:
             return
         for choice in sorted(self.emitted)[:MAX_NOTED_ANSWERS]:
             more = self.dispatcher.more_block_keys(self._keys, self._request, self.emitted[choice])

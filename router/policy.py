@@ -48,7 +48,7 @@ MISSED_SLO_S = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`prefill` is None when the decode worker reads the prompt itself. `source`: whence the reader fetches its
+    """`prefill` is None when the decode worker reads the prompt itself. `source`: whence the reader may fetch its
     beginning. The rest is prediction: how many tokens the reader will compute, and seconds."""
 
     prefill: str | None

@@ -28,6 +28,8 @@ State = Literal["connecting", "ready", "refused", "lost"]
 """refused: alive, and given nothing to do, because it computes something else than those that are ready."""
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+MAX_ACQUAINTED = 64
+"""Other workers that each one is connected to from the start. A link costs a heartbeat a second."""
 TELL_AFTER_RETRIES = 10
 """In a row, of a worker that was never reached: some seconds."""
 
@@ -345,6 +347,7 @@ class WorkerSet:
             if (reason := _difference(link, other)) is not None:
                 other.refuse(reason)
         logger.info("worker %s epoch %d is ready", link.worker_id, link.address.epoch)
+        self._acquaint(link)
         if link.address.role == "prefill":
             for decode in self.ready():
                 if decode.address.role == "decode":
@@ -355,6 +358,15 @@ class WorkerSet:
             if prefill:
                 link.try_send(Pair(prefill=prefill))
         self._announce()
+
+    def _acquaint(self, link: WorkerLink) -> None:
+        """Whoever reads prompts may be told to fetch their beginnings from any other worker, but not from a stranger
+        within the time that a short one is worth. Large houses get to know each other as the need arises."""
+        others = [other for other in self.ready() if other is not link]
+        if 0 < len(others) <= MAX_ACQUAINTED:
+            link.try_send(Pair(sources=tuple(other.address for other in others)))
+            for other in others:
+                other.try_send(Pair(sources=(link.address,)))
 
     def on_lost(self, link: WorkerLink) -> None:
         self._forget_ready()

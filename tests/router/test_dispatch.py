@@ -9,7 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from tandem.router import workers
 from tandem.router.scripted_worker import Conversation, ScriptedWorker, answering
+from tandem.workers.block_key import block_keys, root_key
 from tandem.workers.protocol import Cancel, FinishChoice, Pair, Submit, UsePrefill
 from tandem.workers.types import CachedTokens
 
@@ -333,6 +335,27 @@ async def test_frames_do_not_matter(open_house: Any, saying: Any, stop: Any) -> 
     assert all(answer == answers[0] for answer in answers)
 
 
+# What is remembered
+
+
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(20, 44), (40, 57), (64, 32)])
+async def test_an_answer_is_noted_as_far_as_its_worker_holds_it(
+    open_house: Any, saying: Any, prompt_len: int, max_tokens: int
+) -> None:
+    """The KV of its last token is nowhere. A prompt without a whole block has an answer, too."""
+    house = await open_house(saying("Yes, of course. " * 20), redis_url="redis://127.0.0.1:1/0")
+    noted: list[Any] = []
+    house.gateway.index.note_routed = lambda keys, holders: noted.append((list(keys), list(holders)))
+    prompt = list(range(7, 7 + prompt_len))
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+    choice = (await house.http.post("/v1/completions", json=body)).json()["choices"][0]
+    tokens = [*prompt, *choice["token_ids"]]
+    assert len(tokens) == prompt_len + max_tokens
+    key = b"cluster key of the tests"
+    keys = block_keys(key, root_key(key, house.gateway.workers.identity(), ""), tokens[:-1], 32)
+    assert noted[-1] == (keys, [("decode-0", 0)])
+
+
 # Pairing and heartbeats
 
 
@@ -349,6 +372,27 @@ async def test_workers_are_paired_as_they_come(open_house: Any, saying: Any) -> 
         for worker in (old, new)
     }
     assert pairs == {"decode-0": ["prefill-0", "prefill-9"], "decode-9": ["prefill-0", "prefill-9"]}
+
+
+async def test_every_worker_is_told_whence_it_may_fetch(
+    open_house: Any, saying: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a prefill worker from a decode worker, that has the answers. In a large house all do not know all."""
+    monkeypatch.setattr(workers, "MAX_ACQUAINTED", 2)
+    house = await open_house(saying("Yes."), decode=2, prefill=1)
+    everybody = dict(house.workers)
+
+    def told() -> dict[str, set[str]]:
+        pairs = {
+            name: [said for said in worker.received if isinstance(said, Pair)] for name, worker in everybody.items()
+        }
+        return {name: {address.worker_id for pair in pairs[name] for address in pair.sources} for name in everybody}
+
+    expected = {name: everybody.keys() - {name} for name in everybody}
+    await house.until(lambda: told() == expected)
+    await house.add(ScriptedWorker("prefill-9", "prefill", key=b"cluster key of the tests"))
+    await house.until(lambda: "prefill-9" in house.gateway.workers.get("decode-0").pairs)
+    assert told() == expected
 
 
 async def test_refused_pair_is_shown_and_not_used(open_house: Any, saying: Any) -> None:
