@@ -55,7 +55,7 @@ struct Sums {
     void write(int64_t row, int64_t head_dim, bf16 *out) const {
         const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(totals + row * 16)));
+        __m512 factor = _mm512_set1_ps(1.0f / lane_sum({_mm512_load_ps(totals + row * 16)}));
         for (int64_t dim = 0; dim < head_dim; dim += 32) {
             const float *sum = values + row * width + dim;
             __m512 even = _mm512_load_ps(sum), odd = _mm512_load_ps(sum + 16);

@@ -87,7 +87,13 @@ inline void store(fp16 *p, Vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
 inline float to_float(fp16 x) { return _cvtsh_ss(x.bits); }
-inline float lane_sum(Vec x) { return _mm512_reduce_add_ps(x.v); }
+// Half onto half: written out, since a compiler may choose the order of its own reduction.
+inline float lane_sum(Vec x) {
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 inline float lane_max(Vec x) { return _mm512_reduce_max_ps(x.v); }
 
 #elif defined(__AVX2__)
