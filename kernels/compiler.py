@@ -3,7 +3,9 @@
     build_once(library, sources, flags) ─> the shared library at that path
 
 A library appears by one rename, under a lock that dies with its holder: processes that start together compile once.
-Whoever names a library puts into the name all that its machine code depends on (`digest_of`).
+It ends with a digest of all that comes before, so that one which a full disk, a crash or a copy has damaged is compiled
+anew instead of being loaded. Whoever names a library puts into the name all that its machine code depends on
+(`digest_of`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +24,7 @@ from pathlib import Path
 import platformdirs
 
 COMPILER_VARIABLE = "TANDEM_CXX"
+_SEAL_BYTES = 16
 
 
 class BuildError(Exception):
@@ -77,14 +81,15 @@ def fingerprint(words: Iterable[str], files: Iterable[Path]) -> str:
 def build_once(
     library: Path, sources: Sequence[Path], flags: Sequence[str], on_build: Callable[[], None] = lambda: None
 ) -> Path:
-    """`library`, compiled of `sources` if it is not there; `on_build` is called before that. Raises `BuildError`."""
-    if library.exists():
+    """`library`, compiled of `sources` if it is not there, or damaged; `on_build` is called before that. Raises
+    `BuildError`."""
+    if _is_whole(library):
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
+            if not _is_whole(library):
                 on_build()
                 _compile(library, sources, flags)
     except OSError as error:
@@ -92,10 +97,34 @@ def build_once(
     return library
 
 
+def _is_whole(library: Path) -> bool:
+    """Whether it is there as `_seal` left it. Loaders expect nothing behind a library, and ignore what is."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL_BYTES:] == _seal_of(content[:-_SEAL_BYTES])
+
+
+def _seal(library: str) -> None:
+    """Append the digest, and see all of it to the disk."""
+    with open(library, "r+b") as file:
+        file.write(_seal_of(file.read()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _seal_of(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_SEAL_BYTES).digest()
+
+
 def _compile(library: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
-    """One compiler process per source file, then the linker; an atomic rename at the end."""
+    """One compiler process per source file, then the linker; an atomic rename at the end. Needs the library's lock."""
     compiler = find_compiler()
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
+    prefix = f".build-{library.stem}-"
+    for leftover in library.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed: we hold the lock
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=prefix) as folder:
         objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
         commands = [[compiler, *flags, "-c", str(source), "-o", out] for source, out in zip(sources, objects)]
         running = [
@@ -104,16 +133,23 @@ def _compile(library: Path, sources: Sequence[Path], flags: Sequence[str]) -> No
         ]
         failures = [process.communicate()[1] for process in running]
         if any(process.returncode for process in running):
-            raise BuildError(f"{compiler} failed: {_first_error(''.join(failures))}")
+            raise BuildError(f"{compiler} {_failure(''.join(failures), [process.returncode for process in running])}")
         linked = str(Path(folder) / "linked.so")
         link = subprocess.run(
             [compiler, "-shared", "-pthread", *objects, "-o", linked], capture_output=True, text=True, check=False
         )
         if link.returncode:
-            raise BuildError(f"{compiler} failed: {_first_error(link.stderr)}")
+            raise BuildError(f"{compiler} {_failure(link.stderr, [link.returncode])}")
+        _seal(linked)
         os.replace(linked, library)
 
 
-def _first_error(output: str) -> str:
-    lines = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no message"]
-    return lines[0]
+def _failure(output: str, exit_codes: Sequence[int]) -> str:
+    """What went wrong, as the compiler's processes say: an error before anything else, and the linker's own before
+    that of whoever called it."""
+    lines = output.splitlines()
+    told = [line for line in lines if "failed: " in line] or [line for line in lines if "error" in line] or lines
+    if told:
+        return f"failed: {told[0]}"
+    killed = [signal.Signals(-code).name for code in exit_codes if code < 0]
+    return f"was ended by {killed[0]}: is there too little memory?" if killed else "failed: no message"

@@ -40,9 +40,14 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 """Instruction sets, best first, with what the compiler is told."""
 
-_PROBE = """
+_UNLOADABLE = 100
+_PROBE = f"""
 import ctypes, sys
-library = ctypes.CDLL(sys.argv[1])
+try:
+    library = ctypes.CDLL(sys.argv[1])
+except OSError as error:
+    print(error)
+    sys.exit({_UNLOADABLE})
 sys.exit(library.tandem_probe())
 """
 
@@ -101,7 +106,14 @@ def can_run(level: str, on_progress: Callable[[str], None] | None = None) -> boo
 
 @lru_cache(maxsize=len(LEVELS))
 def _survives(library: Path) -> bool:
-    return subprocess.run([sys.executable, "-c", _PROBE, str(library)], check=False, timeout=60).returncode == 0
+    """Raises `BuildError` where it cannot even be loaded: no other level could."""
+    command = [sys.executable, "-c", _PROBE, str(library)]
+    probe = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    if probe.returncode == _UNLOADABLE:
+        raise BuildError(
+            f"what was compiled cannot be loaded (may files in that folder be executed?): {probe.stdout.strip()}"
+        )
+    return probe.returncode == 0
 
 
 def level_of_this_machine(on_progress: Callable[[str], None] | None = None, wanted: str | None = None) -> str:

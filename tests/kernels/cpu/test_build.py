@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,63 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(fresh: Path, monkeyp
     with pytest.raises(BuildError, match="no-such-flag"):
         build.build("plain")
     assert [path.suffix for path in compiler.cache_folder().iterdir()] == [".lock"]
+
+
+def a_little_library(folder: Path, on_build: Callable[[], None] = lambda: None) -> Path:
+    source = folder / "little.cpp"
+    source.write_text('extern "C" int seven() { return 7; }\n')
+    return compiler.build_once(folder / "cache" / "little.so", [source], ["-fPIC"], on_build)
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "flipped", "not ours"])
+def test_what_is_damaged_is_compiled_anew(fresh: Path, damage: str) -> None:
+    library = a_little_library(fresh)
+    whole = library.read_bytes()
+    library.write_bytes(
+        {
+            "cut": whole[: len(whole) // 2],
+            "emptied": b"",
+            "flipped": whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+            "not ours": whole[: -compiler._SEAL_BYTES],
+        }[damage]
+    )
+    told: list[str] = []
+    for _ in range(2):
+        a_little_library(fresh, lambda: told.append("compiling"))
+    assert told == ["compiling"]
+    assert ctypes.CDLL(str(library)).seven() == 7
+
+
+def test_what_a_killed_process_left_is_cleared_away(fresh: Path) -> None:
+    """Its own, but nothing of a library that somebody else may be compiling now."""
+    left, others = fresh / "cache" / ".build-little-abc", fresh / "cache" / ".build-other-abc"
+    for folder in (left, others):
+        folder.mkdir(parents=True)
+        (folder / "half.o").write_bytes(b"half")
+    a_little_library(fresh)
+    assert (left.exists(), others.exists()) == (False, True)
+
+
+def test_a_compiler_that_is_killed_is_said_to_be(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a system that has run out of memory, as a rule: it has written nothing."""
+    killed = fresh / "killed-g++"
+    killed.write_text('#!/bin/sh\n[ "$1" = --version ] || kill -9 $$\n')
+    killed.chmod(0o755)
+    monkeypatch.setenv(compiler.COMPILER_VARIABLE, str(killed))
+    with pytest.raises(BuildError, match="was ended by SIGKILL: is there too little memory"):
+        build.build("plain")
+
+
+def test_the_linkers_reason_comes_before_its_callers(fresh: Path) -> None:
+    output = "/usr/bin/ld: final link failed: No space left on device\ncollect2: error: ld returned 1 exit status\n"
+    assert compiler._failure(output, [1]).endswith("No space left on device")
+
+
+def test_what_cannot_be_loaded_is_said_and_no_other_level_tried(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that is mounted noexec."""
+    monkeypatch.setattr(build, "build", lambda level, on_progress=None: fresh / f"{level}.so")
+    with pytest.raises(BuildError, match=rf"cannot be loaded .*{fresh}/.*\.so: cannot open shared object file"):
+        build.level_of_this_machine()
 
 
 def test_a_level_that_is_listed_but_refused_is_passed_over(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
