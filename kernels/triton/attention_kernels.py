@@ -159,6 +159,44 @@ def _attend(
     return total, result
 
 
+@triton.jit
+def _store_part(
+    place: tl.tensor,
+    place_of_maximum: tl.tensor,
+    is_row: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    result: tl.tensor,
+) -> None:
+    """Keep a split's (m, l, o) for whoever merges them, past the caches of one multiprocessor."""
+    tl.store(place, result, mask=is_row[:, None], cache_modifier=".cg")
+    tl.store(place_of_maximum, maximum, mask=is_row, cache_modifier=".cg")
+    tl.store(place_of_maximum + 1, total, mask=is_row, cache_modifier=".cg")
+
+
+@triton.jit
+def _merge_parts(
+    place: tl.tensor,
+    place_of_maximum: tl.tensor,
+    is_row: tl.tensor,
+    size: tl.tensor,
+    num_splits: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """(l, o) of all splits that were kept, `size` elements apart, in their order."""
+    maximum = tl.full((BLOCK_M,), _NO_MAXIMUM, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for index in range(num_splits):
+        part_place, part_place_of_maximum = place + index * size, place_of_maximum + index * size
+        part_result = tl.load(part_place, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
+        part_maximum = tl.load(part_place_of_maximum, mask=is_row, other=0.0, cache_modifier=".cg")
+        part_total = tl.load(part_place_of_maximum + 1, mask=is_row, other=0.0, cache_modifier=".cg")
+        maximum, total, result = _merge(maximum, total, result, part_maximum, part_total, part_result)
+    return total, result
+
+
 @triton.jit(
     do_not_specialize=["num_seqs", "table_stride", "max_splits"],
     do_not_specialize_on_alignment=["table_ptr", "query_starts_ptr", "positions_ptr"],
@@ -214,11 +252,12 @@ def decode_kernel(
         if program < num_splits:
             row = tl.arange(0, BLOCK_M)
             dims = tl.arange(0, BLOCK_D)
-            rows_mask = (row < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            is_row = row < GROUP
+            rows_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
             offset = (kv_head * GROUP + row)[:, None] * HEAD_DIM + dims[None, :]
             wide_token = token.to(tl.int64)
             query = tl.load(query_ptr + wide_token * query_stride + offset, mask=rows_mask, other=0.0)
-            position = tl.where(row < GROUP, last_position, -1)
+            position = tl.where(is_row, last_position, -1)
             kv_ptr = kv_cache_ptr + kv_head.to(tl.int64) * head_stride + layer_offset
             table = table_ptr + seq.to(tl.int64) * table_stride
             # [token, KV head, split, row of GROUP, D and then m and l]
@@ -237,32 +276,16 @@ def decode_kernel(
                         values = _finish(part_result, part_total).to(out_ptr.dtype.element_ty)
                         tl.store(target, values, mask=rows_mask)
                     else:
-                        tl.store(place + index * size, part_result, mask=(row < GROUP)[:, None], cache_modifier=".cg")
-                        tl.store(place_of_maximum + index * size, part_maximum, mask=row < GROUP, cache_modifier=".cg")
-                        tl.store(
-                            place_of_maximum + index * size + 1, part_total, mask=row < GROUP, cache_modifier=".cg"
-                        )
+                        part_place, part_place_of_maximum = place + index * size, place_of_maximum + index * size
+                        _store_part(part_place, part_place_of_maximum, is_row, part_maximum, part_total, part_result)
                 if num_splits > 1:
                     tl.debug_barrier()  # all of this program's stores come before the count
                     counter = counter_ptr + token * tl.num_programs(1) + kv_head
                     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
                     if arrived == tl.minimum(num_splits, num_programs) - 1:
-                        maximum = tl.full((BLOCK_M,), _NO_MAXIMUM, tl.float32)
-                        total = tl.zeros((BLOCK_M,), tl.float32)
-                        result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-                        for index in range(num_splits):
-                            part_result = tl.load(
-                                place + index * size, mask=(row < GROUP)[:, None], other=0.0, cache_modifier=".cg"
-                            )
-                            part_maximum = tl.load(
-                                place_of_maximum + index * size, mask=row < GROUP, other=0.0, cache_modifier=".cg"
-                            )
-                            part_total = tl.load(
-                                place_of_maximum + index * size + 1, mask=row < GROUP, other=0.0, cache_modifier=".cg"
-                            )
-                            maximum, total, result = _merge(
-                                maximum, total, result, part_maximum, part_total, part_result
-                            )
+                        total, result = _merge_parts(
+                            place, place_of_maximum, is_row, size, num_splits, BLOCK_M, BLOCK_D
+                        )
                         tl.store(target, _finish(result, total).to(out_ptr.dtype.element_ty), mask=rows_mask)
                         tl.store(counter, 0)  # ready for the next layer
             else:
