@@ -15,8 +15,6 @@ namespace tandem {
 
 #if defined(__AMX_BF16__)
 
-constexpr bool kHasTiles = true;
-
 // Shape of the eight tile registers, as LDTILECFG reads it.
 struct alignas(64) TileShapes {
     uint8_t palette = 1;
@@ -48,7 +46,6 @@ struct EnabledTiles {
 
 #else
 
-constexpr bool kHasTiles = false;
 struct EnabledTiles {
     ~EnabledTiles() {}
 };

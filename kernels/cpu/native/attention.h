@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "op.h"
+#include "scratch.h"
 
 namespace tandem {
 
@@ -99,23 +100,5 @@ inline Place place_of(const Attention &a, const Piece &piece, int64_t position, 
                      (position & (a.block_size - 1)) * row_bytes;
     return {at + a.k_offset, at + a.v_offset};
 }
-
-// Scratch memory, handed out part by part.
-class Carver {
-  public:
-    // Without memory it only measures.
-    explicit Carver(void *memory) : memory_(static_cast<char *>(memory)) {}
-    template <class T>
-    T *take(int64_t count) {
-        T *part = memory_ == nullptr ? nullptr : reinterpret_cast<T *>(memory_ + bytes_);
-        bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) & ~int64_t{63};
-        return part;
-    }
-    int64_t bytes() const { return bytes_; }
-
-  private:
-    char *memory_;
-    int64_t bytes_ = 0;
-};
 
 }  // namespace tandem

@@ -35,10 +35,9 @@ inline Pair load_pairs(const uint32_t *p) {
 // kRows rows against one panel of bfloat16 pairs.
 template <int kRows>
 void multiply_pairs(const Linear &l, const bf16 *x, const uint32_t *weight, Vec (*sums)[kVecs]) {
-    int64_t steps = (l.in + kStep - 1) / kStep;
     for (int row = 0; row < kRows; ++row)
         for (int i = 0; i < kVecs; ++i) sums[row][i] = zero();
-    for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t step = 0, steps = l.steps(); step < steps; ++step) {
         const uint32_t *w = weight + step * (kStepBytes / 4);
         for (int64_t k = 0; k < std::min<int64_t>(16, (l.in - step * kStep + 1) / 2); ++k) {
             int64_t input = step * kStep + 2 * k;
@@ -85,9 +84,9 @@ template <class T, int kRows>
 void rows_against_panel(const Linear &l, int64_t row, int64_t panel) {
     Vec sums[kRows][kVecs];
     const T *x = static_cast<const T *>(l.x) + row * l.x_stride;
-    if constexpr (sizeof(T) == 2 && !std::is_same<T, fp16>::value) {
-        int64_t steps = (l.in + kStep - 1) / kStep;
-        multiply_pairs<kRows>(l, x, static_cast<const uint32_t *>(l.weight) + panel * steps * (kStepBytes / 4), sums);
+    if constexpr (std::is_same<T, bf16>::value) {
+        auto weight = static_cast<const uint32_t *>(l.weight) + panel * l.steps() * (kStepBytes / 4);
+        multiply_pairs<kRows>(l, x, weight, sums);
     } else {
         multiply_singles<T, kRows>(l, x, static_cast<const T *>(l.weight) + panel * l.in * kPanel, sums);
     }

@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "op.h"
-#include "simd.h"
+#include "rows.h"
 
 namespace tandem {
 namespace {
@@ -57,27 +56,22 @@ void rotate_head(const Rope &r, const T *x, const void *norm, const float *cos, 
 }
 
 template <class T>
-void rope_rows(const Rope &r, const Worker &worker) {
-    // Rows behind the last sequence are padding: their slots may be anybody's.
-    int64_t rows = std::min(r.rows, r.query_starts[r.num_seqs]);
-    int64_t first = rows * worker.index / worker.count, last = rows * (worker.index + 1) / worker.count;
+void rope_row(const Rope &r, int64_t row) {
     int64_t width = (r.num_heads + 2 * r.num_kv_heads) * r.head_dim;
-    for (int64_t row = first; row < last; ++row) {
-        auto qkv = static_cast<const T *>(r.qkv) + row * width;
-        auto query = static_cast<T *>(r.query) + row * r.num_heads * r.head_dim;
-        const float *cos = r.cos + row * (r.head_dim / 2), *sin = r.sin + row * (r.head_dim / 2);
-        for (int64_t head = 0; head < r.num_heads; ++head)
-            rotate_head(r, qkv + head * r.head_dim, r.q_weight, cos, sin, query + head * r.head_dim);
-        char *block = r.kv_cache + r.slots[row] / r.block_size * r.block_bytes;
-        int64_t offset = r.slots[row] % r.block_size * r.head_dim;
-        const T *key = qkv + r.num_heads * r.head_dim, *value = key + r.num_kv_heads * r.head_dim;
-        for (int64_t head = 0; head < r.num_kv_heads; ++head) {
-            char *place = block + head * r.kv_head_bytes;
-            auto k = reinterpret_cast<T *>(place + r.k_offset) + offset;
-            auto v = reinterpret_cast<T *>(place + r.v_offset) + offset;
-            rotate_head(r, key + head * r.head_dim, r.k_weight, cos, sin, k);
-            memcpy(v, value + head * r.head_dim, r.head_dim * sizeof(T));
-        }
+    auto qkv = static_cast<const T *>(r.qkv) + row * width;
+    auto query = static_cast<T *>(r.query) + row * r.num_heads * r.head_dim;
+    const float *cos = r.cos + row * (r.head_dim / 2), *sin = r.sin + row * (r.head_dim / 2);
+    for (int64_t head = 0; head < r.num_heads; ++head)
+        rotate_head(r, qkv + head * r.head_dim, r.q_weight, cos, sin, query + head * r.head_dim);
+    char *block = r.kv_cache + r.slots[row] / r.block_size * r.block_bytes;
+    int64_t offset = r.slots[row] % r.block_size * r.head_dim;
+    const T *key = qkv + r.num_heads * r.head_dim, *value = key + r.num_kv_heads * r.head_dim;
+    for (int64_t head = 0; head < r.num_kv_heads; ++head) {
+        char *place = block + head * r.kv_head_bytes;
+        auto k = reinterpret_cast<T *>(place + r.k_offset) + offset;
+        auto v = reinterpret_cast<T *>(place + r.v_offset) + offset;
+        rotate_head(r, key + head * r.head_dim, r.k_weight, cos, sin, k);
+        memcpy(v, value + head * r.head_dim, r.head_dim * sizeof(T));
     }
 }
 
@@ -85,11 +79,11 @@ void rope_rows(const Rope &r, const Worker &worker) {
 
 void rope_and_write_kv(const Op &op, Worker &worker) {
     Rope r(op);
-    switch (op.sizes[10]) {
-        case kFloat32: return rope_rows<float>(r, worker);
-        case kBFloat16: return rope_rows<bf16>(r, worker);
-        default: return rope_rows<fp16>(r, worker);
-    }
+    // Rows behind the last sequence are padding: their slots may be anybody's.
+    int64_t rows = std::min(r.rows, r.query_starts[r.num_seqs]);
+    with_type(op.sizes[10], [&](auto type) {
+        for_own_rows(rows, worker, [&](int64_t row) { rope_row<decltype(type)>(r, row); });
+    });
 }
 
 }  // namespace tandem

@@ -74,7 +74,7 @@ class Pool {
   public:
     void run(const Op *ops, int64_t num_ops, int count) {
         std::lock_guard<std::mutex> guard(mutex_);
-        while (static_cast<int>(helpers_) + 1 < count) start_helper();
+        while (helpers_ + 1 < count) start_helper();
         ops_ = ops;
         num_ops_ = num_ops;
         count_ = count;
@@ -90,7 +90,7 @@ class Pool {
 
   private:
     void start_helper() {
-        int index = static_cast<int>(++helpers_);
+        int index = ++helpers_;
         uint32_t seen = list_.load(std::memory_order_acquire);
         std::thread([this, index, seen] { help(index, seen); }).detach();
     }
@@ -107,7 +107,7 @@ class Pool {
 
     std::mutex mutex_;
     Step step_;
-    size_t helpers_ = 0;
+    int helpers_ = 0;
     const Op *ops_ = nullptr;
     int64_t num_ops_ = 0;
     int count_ = 1;

@@ -11,27 +11,53 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <type_traits>
 
-#include "op.h"
+#include "rows.h"
 #include "sampling_constraints.h"
 #include "sampling_penalties.h"
 #include "sampling_philox.h"
 #include "sampling_row.h"
 #include "sampling_select.h"
-#include "simd.h"
+#include "scratch.h"
 
 namespace tandem {
 namespace {
 
 constexpr float kGreedyTemperature = 1e-5f;
 
-// Calls `body` with a value of the storage type.
-template <class Body>
-void with_type(int64_t dtype, Body body) {
-    if (dtype == kFloat32) return body(float{});
-    if (dtype == kBFloat16) return body(bf16{});
-    body(fp16{});
-}
+struct Sampling {
+    const void *logits;
+    const float *temperature;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+    const uint64_t *seed, *choice, *position;
+    const int64_t *histories, *prompt_lens, *history_lens;  // null: no penalties
+    const float *presence, *frequency, *repetition;
+    const int64_t *logprob_rows;  // null: none
+    int64_t *token_ids;
+    float *logprobs;
+    int64_t *top_token_ids;
+    float *top_logprobs;
+    const int64_t *bias_token_ids;  // null: no constraints
+    const float *biases;
+    const int64_t *bias_lens, *mask_rows;
+    const uint32_t *masks;
+    int64_t rows, vocab_size, dtype, logits_stride, num_logprob_rows, num_top, history_stride, bias_stride, mask_stride;
+    bool are_given;
+
+    explicit Sampling(const Op &op)
+        : rows(op.sizes[0]), vocab_size(op.sizes[1]), dtype(op.sizes[2]), logits_stride(op.sizes[3]),
+          num_logprob_rows(op.sizes[4]), num_top(op.sizes[5]), history_stride(op.sizes[6]), bias_stride(op.sizes[7]),
+          mask_stride(op.sizes[8]), are_given(op.sizes[9] != 0) {
+        void *const *next = op.pointers;
+        auto take = [&](auto &...fields) { ((fields = static_cast<std::decay_t<decltype(fields)>>(*next++)), ...); };
+        take(logits, temperature, top_k, top_p, min_p, seed, choice, position);
+        take(histories, prompt_lens, history_lens, presence, frequency, repetition);
+        take(logprob_rows, token_ids, logprobs, top_token_ids, top_logprobs);
+        take(bias_token_ids, biases, bias_lens, mask_rows, masks);
+    }
+};
 
 // A thread's memory for one row, cut from one piece. Little of it is touched unless a row's filters keep most tokens.
 struct Memory {
@@ -44,25 +70,17 @@ struct Memory {
     SeenTokens::Entry *entries;
     SelectMemory select;
 
-    // base null: only counts.
-    static int64_t carve(char *base, int64_t vocab_size, int64_t max_history, Memory &memory) {
-        int64_t used = 0;
-        auto take = [&](auto *&pointer, int64_t num) {
-            auto address = reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(used);
-            pointer = reinterpret_cast<std::decay_t<decltype(pointer)>>(address);
-            used += (num * static_cast<int64_t>(sizeof(*pointer)) + 63) & ~int64_t{63};
-        };
+    void carve(Carver &carver, int64_t vocab_size, int64_t max_history) {
         int64_t padded = vocab_size + 2 * kLanes;
-        take(memory.logits, padded);
-        take(memory.values, padded);
-        take(memory.ids, padded);
-        take(memory.weights, padded);
-        take(memory.sums, vocab_size / kDrawBlock + 1);
-        take(memory.places, max_history ? vocab_size : 0);
-        take(memory.entries, std::min(max_history, vocab_size));
-        take(memory.select.indices, padded);
-        take(memory.select.buckets, int64_t{kTables} << kBucketBits);
-        return used;
+        logits = carver.take<float>(padded);
+        values = carver.take<float>(padded);
+        ids = carver.take<int32_t>(padded);
+        weights = carver.take<int64_t>(padded);
+        sums = carver.take<int64_t>(vocab_size / kDrawBlock + 1);
+        places = carver.take<uint32_t>(max_history ? vocab_size : 0);
+        entries = carver.take<SeenTokens::Entry>(std::min(max_history, vocab_size));
+        select.indices = carver.take<int32_t>(padded);
+        select.buckets = carver.take<int64_t>(int64_t{kTables} << kBucketBits);
     }
 };
 
@@ -152,81 +170,74 @@ int64_t draw_filtered(const Scaled<float> &row, int64_t count, const Filters &fi
 
 class Sampler {
   public:
-    Sampler(const Op &op, Worker &worker) : op_(op), vocab_size_(op.sizes[1]) {
-        int64_t max_history = op.pointers[8] ? op.sizes[6] : 0;
-        int64_t bytes = Memory::carve(nullptr, vocab_size_, max_history, memory_);
-        Memory::carve(static_cast<char *>(worker.scratch(bytes)), vocab_size_, max_history, memory_);
+    Sampler(const Sampling &sampling, Worker &worker) : s_(sampling) {
+        int64_t max_history = s_.histories ? s_.history_stride : 0;
+        Carver measure(nullptr);
+        memory_.carve(measure, s_.vocab_size, max_history);
+        Carver carver(worker.scratch(measure.bytes()));
+        memory_.carve(carver, s_.vocab_size, max_history);
     }
 
     template <class T>
     void sample_row(int64_t row) {
-        auto logits = static_cast<const T *>(op_.pointers[0]) + row * op_.sizes[3];
+        auto logits = static_cast<const T *>(s_.logits) + row * s_.logits_stride;
         const int64_t *logprob_row = find_logprob_row(row);
         Penalty penalty{};
-        bool is_penalised = has_penalty(row, penalty), is_given = op_.sizes[9];
+        bool is_penalised = has_penalty(row, penalty);
         RowConstraint constraint = constraint_of(row);
         bool is_edited = is_penalised || !constraint.is_neutral();
         Largest raw{};
-        if (!is_edited || logprob_row) raw = find_largest(logits, vocab_size_);
-        int64_t &token_id = output<int64_t>(15)[row];
+        if (!is_edited || logprob_row) raw = find_largest(logits, s_.vocab_size);
+        int64_t &token_id = s_.token_ids[row];
         if (is_edited) {
             copy(logits);
-            constraint.add_biases(memory_.logits, vocab_size_);
+            constraint.add_biases(memory_.logits, s_.vocab_size);
             if (is_penalised) penalise(row, penalty);
-            constraint.mask(memory_.logits, vocab_size_);
-            token_id = choose(memory_.logits, find_largest(memory_.logits, vocab_size_), row);
-            if (!constraint.allows(token_id)) token_id = constraint.first_allowed(vocab_size_);
-        } else if (!is_given) {
+            constraint.mask(memory_.logits, s_.vocab_size);
+            token_id = choose(memory_.logits, find_largest(memory_.logits, s_.vocab_size), row);
+            if (!constraint.allows(token_id)) token_id = constraint.first_allowed(s_.vocab_size);
+        } else if (!s_.are_given) {
             token_id = choose(logits, raw, row);
         }
-        if (logprob_row) write_logprobs(logits, raw.value, token_id, logprob_row - input<int64_t>(14));
+        if (logprob_row) write_logprobs(logits, raw.value, token_id, logprob_row - s_.logprob_rows);
     }
 
   private:
-    template <class V>
-    const V *input(int index) const {
-        return static_cast<const V *>(op_.pointers[index]);
-    }
-    template <class V>
-    V *output(int index) const {
-        return static_cast<V *>(op_.pointers[index]);
-    }
-
     const int64_t *find_logprob_row(int64_t row) const {
-        auto rows = input<int64_t>(14);
-        if (rows == nullptr) return nullptr;
-        const int64_t *found = std::lower_bound(rows, rows + op_.sizes[4], row);
-        return found != rows + op_.sizes[4] && *found == row ? found : nullptr;
+        if (s_.logprob_rows == nullptr) return nullptr;
+        const int64_t *end = s_.logprob_rows + s_.num_logprob_rows;
+        const int64_t *found = std::lower_bound(s_.logprob_rows, end, row);
+        return found != end && *found == row ? found : nullptr;
     }
 
     bool has_penalty(int64_t row, Penalty &penalty) const {
-        if (op_.pointers[8] == nullptr || input<int64_t>(10)[row] <= 0) return false;
-        penalty = {input<float>(11)[row], input<float>(12)[row], input<float>(13)[row]};
+        if (s_.histories == nullptr || s_.history_lens[row] <= 0) return false;
+        penalty = {s_.presence[row], s_.frequency[row], s_.repetition[row]};
         return !penalty.is_neutral();
     }
 
     RowConstraint constraint_of(int64_t row) const {
-        if (op_.pointers[19] == nullptr && op_.pointers[22] == nullptr) return {};
-        int64_t mask_row = input<int64_t>(22)[row];
-        return {input<int64_t>(19) + row * op_.sizes[7], input<float>(20) + row * op_.sizes[7],
-                std::min(input<int64_t>(21)[row], op_.sizes[7]),
-                mask_row < 0 ? nullptr : input<uint32_t>(23) + mask_row * op_.sizes[8]};
+        if (s_.bias_token_ids == nullptr && s_.mask_rows == nullptr) return {};
+        int64_t mask_row = s_.mask_rows[row];
+        return {s_.bias_token_ids + row * s_.bias_stride, s_.biases + row * s_.bias_stride,
+                std::min(s_.bias_lens[row], s_.bias_stride),
+                mask_row < 0 ? nullptr : s_.masks + mask_row * s_.mask_stride};
     }
 
     // The row's logits -> memory_.logits.
     template <class T>
     void copy(const T *logits) {
-        for (int64_t i = 0; i < vocab_size_; i += kLanes) {
-            int n = static_cast<int>(std::min<int64_t>(vocab_size_ - i, kLanes));
+        for (int64_t i = 0; i < s_.vocab_size; i += kLanes) {
+            int n = static_cast<int>(std::min<int64_t>(s_.vocab_size - i, kLanes));
             store(memory_.logits + i, finite(load(logits + i, n)));
         }
     }
 
     void penalise(int64_t row, const Penalty &penalty) {
-        SeenTokens seen(memory_.places, memory_.entries, vocab_size_);
-        const int64_t *history = input<int64_t>(8) + row * op_.sizes[6];
-        int64_t prompt_len = input<int64_t>(9)[row], len = std::min(input<int64_t>(10)[row], op_.sizes[6]);
-        for (int64_t i = 0; i < len; ++i) seen.add(history[i], i >= prompt_len);
+        SeenTokens seen(memory_.places, memory_.entries, s_.vocab_size);
+        const int64_t *history = s_.histories + row * s_.history_stride;
+        int64_t len = std::min(s_.history_lens[row], s_.history_stride);
+        for (int64_t i = 0; i < len; ++i) seen.add(history[i], i >= s_.prompt_lens[row]);
         for (const SeenTokens::Entry &entry : seen) {
             float &logit = memory_.logits[entry.token_id];
             logit = finite(penalty(logit, entry.num_generated));
@@ -235,57 +246,63 @@ class Sampler {
 
     template <class T>
     int64_t choose(const T *logits, const Largest &largest, int64_t row) {
-        float temperature = input<float>(1)[row];
+        float temperature = s_.temperature[row];
         if (!(temperature >= kGreedyTemperature)) return largest.token_id;
-        Filters filters(input<int64_t>(2)[row], input<float>(3)[row], input<float>(4)[row], vocab_size_);
-        uint64_t random = random_bits(input<uint64_t>(5)[row], input<uint64_t>(6)[row], input<uint64_t>(7)[row]);
+        Filters filters(s_.top_k[row], s_.top_p[row], s_.min_p[row], s_.vocab_size);
+        uint64_t random = random_bits(s_.seed[row], s_.choice[row], s_.position[row]);
         Scaled<T> scaled(logits, largest.value, temperature);
-        if (filters.keep_all()) return draw(scaled, vocab_size_, random, memory_.sums);
+        if (filters.keep_all()) return draw(scaled, s_.vocab_size, random, memory_.sums);
         // Several passes follow: divide once.
-        for (int64_t i = 0; i < vocab_size_; i += kLanes) {
-            int n = static_cast<int>(std::min<int64_t>(vocab_size_ - i, kLanes));
+        for (int64_t i = 0; i < s_.vocab_size; i += kLanes) {
+            int n = static_cast<int>(std::min<int64_t>(s_.vocab_size - i, kLanes));
             store(memory_.logits + i, scaled.value(i, n));
         }
-        return draw_filtered({memory_.logits, scaled.largest(), 1.0f}, vocab_size_, filters, random, memory_);
+        return draw_filtered({memory_.logits, scaled.largest(), 1.0f}, s_.vocab_size, filters, random, memory_);
     }
 
     template <class T>
     void write_logprobs(const T *logits, float largest, int64_t token_id, int64_t place) {
         Scaled<T> row(logits, largest, 1.0f);
-        double log_sum = std::log(static_cast<double>(mass(row, 0, vocab_size_)) / kFixedOne);
+        double log_sum = std::log(static_cast<double>(mass(row, 0, s_.vocab_size)) / kFixedOne);
         auto logprob = [=](float logit) { return static_cast<float>(double{logit} - double{largest} - log_sum); };
-        output<float>(16)[place] = logprob(finite(to_float(logits[token_id])));
-        int64_t num_top = std::min(op_.sizes[5], vocab_size_);
-        if (num_top <= 0) return;
-        float bound = bound_of_largest(logits, vocab_size_, num_top, memory_.values, memory_.select);
-        int64_t num = gather(row, vocab_size_, bound, -std::numeric_limits<float>::infinity(), memory_);
-        const uint32_t *keys = make_keys(memory_.values, num);
-        int64_t last = select(keys, num, num_top, one, memory_.select), num_kept = 0;
-        // Ascending in this order: descending values, then ascending ids.
-        auto order = reinterpret_cast<uint64_t *>(memory_.weights);
-        for (int64_t i = 0; i < num; ++i)
-            if (keys[i] > keys[last] || (keys[i] == keys[last] && i <= last))
-                order[num_kept++] = uint64_t{~keys[i]} << 32 | static_cast<uint32_t>(memory_.ids[i]);
-        std::sort(order, order + num_kept);
-        int64_t *top_ids = output<int64_t>(17) + place * op_.sizes[5];
-        float *top_logprobs = output<float>(18) + place * op_.sizes[5];
+        s_.logprobs[place] = logprob(finite(to_float(logits[token_id])));
+        if (s_.num_top <= 0) return;
+        int64_t num_kept = keep_top(logits, row);
+        int64_t *top_ids = s_.top_token_ids + place * s_.num_top;
+        float *top_logprobs = s_.top_logprobs + place * s_.num_top;
         for (int64_t i = 0; i < num_kept; ++i) {
-            top_ids[i] = static_cast<uint32_t>(order[i]);
-            top_logprobs[i] = logprob(value_of(~static_cast<uint32_t>(order[i] >> 32)));
+            top_ids[i] = static_cast<uint32_t>(top()[i]);
+            top_logprobs[i] = logprob(value_of(~static_cast<uint32_t>(top()[i] >> 32)));
         }
     }
 
-    const Op &op_;
-    int64_t vocab_size_;
+    // The most likely tokens -> top(): their complemented keys above their ids, so that ascending numbers are descending
+    // values and, among equals, ascending ids. Returns how many there are.
+    template <class T>
+    int64_t keep_top(const T *logits, const Scaled<T> &row) {
+        float bound = bound_of_largest(logits, s_.vocab_size, s_.num_top, memory_.values, memory_.select);
+        int64_t num = gather(row, s_.vocab_size, bound, -std::numeric_limits<float>::infinity(), memory_);
+        const uint32_t *keys = make_keys(memory_.values, num);
+        int64_t last = select(keys, num, s_.num_top, one, memory_.select), num_kept = 0;
+        for (int64_t i = 0; i < num; ++i)
+            if (keys[i] > keys[last] || (keys[i] == keys[last] && i <= last))
+                top()[num_kept++] = uint64_t{~keys[i]} << 32 | static_cast<uint32_t>(memory_.ids[i]);
+        std::sort(top(), top() + num_kept);
+        return num_kept;
+    }
+    uint64_t *top() { return reinterpret_cast<uint64_t *>(memory_.weights); }
+
+    const Sampling &s_;
     Memory memory_;
 };
 
 }  // namespace
 
 void sample(const Op &op, Worker &worker) {
-    Sampler sampler(op, worker);
-    with_type(op.sizes[2], [&](auto type) {
-        for (int64_t row; (row = worker.take()) < op.sizes[0];) sampler.template sample_row<decltype(type)>(row);
+    Sampling sampling(op);
+    Sampler sampler(sampling, worker);
+    with_type(sampling.dtype, [&](auto type) {
+        for (int64_t row; (row = worker.take()) < sampling.rows;) sampler.template sample_row<decltype(type)>(row);
     });
 }
 
