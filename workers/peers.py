@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,10 +134,6 @@ class Peer:
             inbox.put_nowait(answer)
 
 
-def _task_name(address: WorkerAddress) -> str:
-    return f"pair with {address.worker_id} epoch {address.epoch}"
-
-
 class Peers:
     """All links of one worker. A pair is made once, however many requests ask for it at the same time."""
 
@@ -158,7 +155,8 @@ class Peers:
         self._heartbeat_s = heartbeat_s
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._pairing: set[asyncio.Task[Peer]] = set()
+        self._pairing: dict[WorkerAddress, asyncio.Task[Peer]] = {}
+        """Begun for somebody who asks later, or may not wait to the end."""
         self._probe_lock = asyncio.Lock()  # all of them arrive in the same blocks of ours
 
     async def run(self) -> None:
@@ -193,9 +191,8 @@ class Peers:
         return task.result()
 
     def prepare(self, address: WorkerAddress) -> None:
-        """Begin to pair, for whoever asks later; once at a time."""
-        if not any(task.get_name() == _task_name(address) for task in self._pairing):
-            self._begin(address)
+        """Begin to pair, for whoever asks later."""
+        self._begin(address)
 
     def meet(self, addresses: Iterable[WorkerAddress]) -> None:
         """Pair with all that may be asked some day; not where every link takes memory of a GPU."""
@@ -203,29 +200,34 @@ class Peers:
             for address in addresses:
                 self.prepare(address)
 
-    def _begin(self, address: WorkerAddress) -> asyncio.Task[Peer]:
-        task = asyncio.create_task(self.get(address), name=_task_name(address))
-        self._pairing.add(task)
-        task.add_done_callback(self._pairing_ended)
-        return task
-
     def path_to(self, address: WorkerAddress) -> Measured | None:
         """What the probe found of the path to this worker; None when there is no link (yet)."""
         peer = self._peers.get(address.worker_id)
         return peer.path if peer is not None and peer.is_alive and peer.address == address else None
 
     async def close(self) -> None:
-        for task in list(self._pairing):
-            task.cancel()
-        if self._pairing:
-            await asyncio.wait(self._pairing)
+        if pairing := list(self._pairing.values()):
+            for task in pairing:
+                task.cancel()
+            await asyncio.wait(pairing)
         for peer in self._peers.values():
             await peer.close()
             await self._transfer.forget(peer.description.transfer)
         self._peers.clear()
 
-    def _pairing_ended(self, task: asyncio.Task[Peer]) -> None:
-        self._pairing.discard(task)
+    # Inside
+
+    def _begin(self, address: WorkerAddress) -> asyncio.Task[Peer]:
+        """Once at a time, whoever asks meanwhile."""
+        task = self._pairing.get(address)
+        if task is None:
+            name = f"pair with {address.worker_id} epoch {address.epoch}"
+            task = self._pairing[address] = asyncio.create_task(self.get(address), name=name)
+            task.add_done_callback(partial(self._pairing_ended, address))
+        return task
+
+    def _pairing_ended(self, address: WorkerAddress, task: asyncio.Task[Peer]) -> None:
+        del self._pairing[address]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.info("%s failed: %s", task.get_name(), error)
 
