@@ -95,7 +95,7 @@ def test_what_a_process_counted_stays_when_it_is_gone() -> None:
 
 def test_the_field_s_names_show_the_sums() -> None:
     parent, first = Process(), Process()
-    first.metrics.generation_tokens.inc(7)
+    first.metrics.generation_tokens.value += 7
     first.serve("ok")
     page = values(MergedMetrics(parent.metrics, lambda: [first.say()], usual_names="m"))
     assert page["vllm:generation_tokens_total", "m"] == 7

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from tandem.cluster import cli
+from tandem.cluster import cli_serve
 from tandem.cluster.bench import router_cli
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.resolve import ResolvedConfig, gateway_config
@@ -40,7 +40,7 @@ def test_out_of_the_box_nothing_is_refused() -> None:
 
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:
-    assert set(get_args(cli.PolicyChoice)) == set(get_args(router_cli.PolicyChoice)) == set(get_args(PolicyName))
+    assert set(get_args(cli_serve.PolicyChoice)) == set(get_args(router_cli.PolicyChoice)) == set(get_args(PolicyName))
     assert set(POLICIES) == set(get_args(PolicyName))
 
 

@@ -34,7 +34,7 @@ def two_samples() -> tuple[Sample, Sample]:
     before = sample(metrics, 10.0)
     metrics.prompt_tokens.inc(400)
     metrics.cached_tokens.labels("decode").inc(100)
-    metrics.generation_tokens.inc(60)
+    metrics.generation_tokens.value += 60
     metrics.started.inc(5)
     metrics.requests.labels("ok").inc(3)
     metrics.requests.labels("failed").inc(1)
