@@ -259,8 +259,6 @@ async def test_stop_ends_what_does_not_finish(open_house: Any, saying: Any) -> N
     assert await house.outcomes() == {"failed": 1}
 
 
-# Stop strings
-
 async def test_while_the_cluster_drains_what_runs_may_end_and_nothing_is_begun(open_house: Any, saying: Any) -> None:
     house = await open_house(saying(TEXT, delay_s=0.01))
     is_draining = False
@@ -279,6 +277,8 @@ async def test_while_the_cluster_drains_what_runs_may_end_and_nothing_is_begun(o
     await chat(house)
     assert await house.outcomes() == {"ok": 2, "rejected": 1}
 
+
+# Stop strings
 
 
 async def test_stop_string_of_a_single_choice_cancels(open_house: Any, saying: Any) -> None:
