@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -224,11 +224,10 @@ def _section(device: DeviceKey, results: Mapping[TuningKey, Remembered]) -> _Sec
 
 
 def _replace(path: Path, content: _File) -> None:
-    """Write a sibling, flush it, rename it."""
-    descriptor, name = tempfile.mkstemp(prefix=_temporary_prefix(path), dir=path.parent)
-    temporary = Path(name)
+    """Write a sibling, flush it, rename it. With the mode of any new file: it is made to be shipped."""
+    temporary = path.with_name(f"{_temporary_prefix(path)}{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(content), indent=1))
             file.flush()
             os.fsync(file.fileno())

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -275,3 +276,14 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     merge_results(path, DEVICE, {key(): remembered()})
     with pytest.raises(TuningCacheError, match="cannot be written: No such file"):
         export_results(path, DEVICE, tmp_path / "absent" / "shipped.json")
+
+
+def test_others_may_read_what_is_made_to_be_shipped(tmp_path: Path) -> None:
+    path, target = tmp_path / "tuning.json", tmp_path / "exported.json"
+    before = os.umask(0o022)
+    try:
+        merge_results(path, DEVICE, {key(): remembered()})
+        export_results(path, DEVICE, target)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (path, target)] == [0o644, 0o644]
