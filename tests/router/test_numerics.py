@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ async def test_a_cluster_that_is_started_with_both_is_refused(mixed: Mixed, role
     first = await mixed.add(f"{roles[0]}-0", roles[0], OURS)
     await mixed.add(f"{roles[1]}-1", roles[1], THEIRS)
     with pytest.raises(UserError) as raised:
-        await mixed.house.gateway.wait_ready()
+        await asyncio.wait_for(mixed.house.gateway.wait_ready(), 5)
     assert OURS in str(raised.value)
     assert THEIRS in str(raised.value)
     assert str(raised.value).endswith("--cpu-level avx512 makes all workers compute the same")
