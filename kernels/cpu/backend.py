@@ -158,6 +158,11 @@ class CpuOps:
         return self._choices.get(key) or default
 
     def plan_step(self, layout: StepLayout, kv_cache: Tensor, num_heads: int) -> StepPlan:
+        num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[4]
+        if block_size & (block_size - 1):  # kernels find a position's place by shifting
+            raise ValueError(f"kv_cache must have a power of two as block size, but has {block_size}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, but they are {num_kv_heads} and {num_heads}")
         return StepPlan(layout)
 
     def rope_and_write_kv(

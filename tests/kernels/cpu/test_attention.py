@@ -192,3 +192,16 @@ def test_scores_may_rise_and_fall_by_hundreds(level_ops: CpuOps) -> None:
     assert all(torch.isfinite(result).all() for result in results)
     assert_close(results, scene.expected(parts))
     assert_equal(scene.attend(level_ops, [(0, 150, 300)]), [results[0][150:]])
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "message"), [((2, 1, 32), 24, "power of two"), ((7, 3, 32), 32, "divide")]
+)
+def test_a_cache_that_the_kernels_do_not_read_is_refused(
+    heads: tuple[int, int, int], block_size: int, message: str
+) -> None:
+    """They would read past its end."""
+    num_heads, num_kv_heads, head_dim = heads
+    cache = torch.zeros(4, num_kv_heads, LAYERS, 2, block_size, head_dim)
+    with pytest.raises(ValueError, match=message):
+        CpuOps().plan_step(Scene([3], (1, 1, head_dim), torch.float32).layout([(0, 0, 3)]), cache, num_heads)
