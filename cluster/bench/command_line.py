@@ -18,9 +18,10 @@ JsonPath = Annotated[str | None, typer.Option("--json", help="Write everything t
 @contextmanager
 def failures_of(command: str, *more: type[Exception]) -> Iterator[None]:
     """A mistake of the user's in this block, or one of `more`, is one red line and exit code 2."""
+    expected: tuple[type[Exception], ...] = (UserError, *more)
     try:
         yield
-    except (UserError, *more) as error:
+    except expected as error:
         console = Console(stderr=True)
         console.print(f"tandem bench {command}: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
