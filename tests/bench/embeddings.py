@@ -20,12 +20,15 @@ from tandem.cluster.bench.server_process import serving
 CHAT_TOKENS = 300
 
 
-async def corpus(http: httpx.AsyncClient, model: str, num_inputs: int, num_tokens: int, seed: int) -> float:
+async def corpus(
+    http: httpx.AsyncClient, model: str, num_inputs: int, num_tokens: int, seed: int, priority: int = 0
+) -> float:
     """Tokens per second."""
     chooser = random.Random(seed)
     inputs = [[chooser.randrange(3, 40_000) for _ in range(num_tokens)] for _ in range(num_inputs)]
     began = time.perf_counter()
-    response = await http.post("/v1/embeddings", json={"model": model, "input": inputs, "encoding_format": "base64"})
+    body = {"model": model, "input": inputs, "encoding_format": "base64", "priority": priority}
+    response = await http.post("/v1/embeddings", json=body)
     response.raise_for_status()
     return num_inputs * num_tokens / (time.perf_counter() - began)
 
@@ -52,6 +55,11 @@ async def first_tokens_s(
     return given
 
 
+def told(what: str, values: list[float]) -> str:
+    median, most = 1000 * statistics.median(values), 1000 * max(values)
+    return f"first token, {CHAT_TOKENS} tokens, {what}: median {median:.0f} ms, most {most:.0f} ms, of {len(values)}"
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
@@ -65,14 +73,12 @@ async def main() -> None:
         name = (await http.get("/v1/models")).json()["data"][0]["id"]
         await corpus(http, name, 32, given.tokens, seed=1)  # speeds are learned
         speeds = [await corpus(http, name, given.inputs, given.tokens, seed) for seed in (2, 3, 4)]
-        alone = await first_tokens_s(http, name, 5, None)
-        reading = asyncio.create_task(corpus(http, name, 2 * given.inputs, given.tokens, seed=6))
-        beside = await first_tokens_s(http, name, 7, reading)
         lines = [f"{given.inputs} inputs of {given.tokens} tokens: {', '.join(f'{s:,.0f}' for s in speeds)} tokens/s"]
-        for what, values in (("alone", alone), ("beside a corpus", beside)):
-            median, most = 1000 * statistics.median(values), 1000 * max(values)
-            lines.append(f"first token, {CHAT_TOKENS} tokens, {what}: median {median:.0f} ms, most {most:.0f} ms")
-        lines.append(f"the corpus beside them: {await reading:,.0f} tokens/s")
+        lines.append(told("alone", await first_tokens_s(http, name, 5, None)))
+        for priority in (0, 1):
+            reading = asyncio.create_task(corpus(http, name, 2 * given.inputs, given.tokens, 6 + priority, priority))
+            beside = await first_tokens_s(http, name, 7 + 100 * priority, reading)
+            lines.append(told(f"beside a corpus of priority {priority} ({await reading:,.0f} tokens/s)", beside))
     sys.stdout.write("\n".join(lines) + "\n")
 
 
