@@ -154,6 +154,9 @@ class ModelRunner:
         else:
             self.counts.eager += 1
             launched = self._compute(batch, followed)
+        if self._queue.shares_memory:  # all is done, and the next step may write where this one's tokens are
+            results = results_of(batch, launched)
+            return lambda: results
         done = self._queue.mark()
 
         def collect() -> list[StepResult]:
@@ -177,7 +180,8 @@ class ModelRunner:
             self.counts.replayed += 1
             token_ids = decode.run(batch, followed)
             self._sampled = token_ids
-            return Launched(Sampled(self._queue.fetch(token_ids), None, None, None))
+            fetched = token_ids if self._queue.shares_memory else self._queue.fetch(token_ids)
+            return Launched(Sampled(fetched, None, None, None))
         self.counts.replayed_to_logits += 1
         wait_for_masks = self._masks.begin(_specs(batch))
         logits = decode.run_to_logits(batch, followed)

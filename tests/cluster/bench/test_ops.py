@@ -79,7 +79,7 @@ def test_ours_recorded_is_one_call_and_otherwise_what_torch_is_asked_for() -> No
     assert by_name["paged_attention"] == 2
     recorded, by_name = count_ours(TWO_LAYERS, RecordingOps())
     assert recorded.ops == 17
-    assert recorded.host_calls >= 1
+    assert recorded.host_calls == 1
     assert by_name["sample"] == 1
     assert by_name["add_rms_norm"] == 4
     assert by_name["linear"] == 2 * 3 + 1
