@@ -185,7 +185,14 @@ def serve(
             help="Most seconds to time kernels in at a first start; see tandem tune. 0: never.", rich_help_panel=ENGINE
         ),
     ] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of the workers.", rich_help_panel=ENGINE)] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of requests that give none, so that they, too, get the same answers each time.",
+            show_default="drawn for each request",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     router_policy: Annotated[
         PolicyChoice,
         typer.Option(

@@ -68,7 +68,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template: str | None = None
     tool_call_parser: CallParserChoice = "auto"
     reasoning_parser: ReasoningParserChoice = "auto"
-    seed: int = 0
+    seed: int | None = None
     router_policy: PolicyName = "cost"
     slo_ttft: float | None = None
     slo_itl: float | None = None

@@ -227,7 +227,6 @@ def _worker_config(
         # alone it has nobody to exchange KV with
         transfer="local" if sum(cluster.most_workers) == 1 else cluster.transfer,
         num_threads=resolved.num_threads,
-        seed=cluster.seed,
         tuning_file=cache_folder() / TUNING_FILE,
         tuning_deadline_s=cluster.tuning_deadline,
         cluster_key=cluster_key,
@@ -259,6 +258,7 @@ def gateway_config(
         slo_ttft_s=resolved.cluster.slo_ttft,
         slo_itl_s=resolved.cluster.slo_itl,
         max_queue=resolved.cluster.max_queue,
+        seed=resolved.cluster.seed,
         max_in_flight=resolved.cluster.max_in_flight,
         slow_reader_timeout_s=resolved.cluster.slow_reader_timeout,
     )

@@ -75,6 +75,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     for a prompt that it reads itself."""
     max_queue: int = 256
     """Requests that are held back at once, where there are such limits."""
+    seed: int | None = None
+    """Of requests that give none. None: one is drawn for each."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, rule: str) -> None:

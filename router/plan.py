@@ -70,8 +70,9 @@ class Plan:
         ]
 
 
-def resolve_seed(seed: int | None) -> int:
-    """Non-negative, 63 bits; drawn where the client gave none, so that a continued answer can go on with it."""
+def resolve_seed(asked: int | None, default: int | None) -> int:
+    """Non-negative, 63 bits; drawn where neither is given, so that a continued answer can go on with it."""
+    seed = default if asked is None else asked
     return secrets.randbits(63) if seed is None else seed % (1 << 63)
 
 

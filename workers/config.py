@@ -53,7 +53,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes that it may take there."""
     transfer: TransferName = "nixl"
     num_threads: int = 1
-    seed: int = 0
     tuning_file: Path | None = None
     """Where the autotuner's results are kept; None: nowhere."""
     tuning_deadline_s: float = 0.0

@@ -112,6 +112,7 @@ class ChatCompletionRequest(SharedFields):
             sampling=self.sampling(
                 tokenizer,
                 max_tokens=max_tokens,
+                default_seed=config.seed,
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=self.prompt_logprobs,
                 grammar=prompt.grammar,

@@ -66,6 +66,7 @@ class CompletionRequest(SharedFields):
                 self.sampling(
                     tokenizer,
                     max_tokens=max_tokens,
+                    default_seed=config.seed,
                     num_logprobs=self.logprobs,
                     num_prompt_logprobs=self.num_prompt_logprobs(),
                     grammar=grammar,

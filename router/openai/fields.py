@@ -143,6 +143,7 @@ class SharedFields(WireModel):
         tokenizer: Tokenizer,
         *,
         max_tokens: int,
+        default_seed: int | None,
         num_logprobs: int | None,
         num_prompt_logprobs: int | None = None,
         grammar: str | None = None,
@@ -157,7 +158,7 @@ class SharedFields(WireModel):
             raise bad_request(f"'min_tokens' exceeds the {max_tokens} tokens of the answer.", param="min_tokens")
         return SamplingParams(
             max_tokens=max_tokens,
-            seed=resolve_seed(self.seed),
+            seed=resolve_seed(self.seed, default_seed),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
             top_k=min(max(self.top_k or 0, 0), tokenizer.vocab_size),

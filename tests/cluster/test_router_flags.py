@@ -52,7 +52,7 @@ def test_gateway_checks_them_too(field: str, value: Any, tmp_path: Path) -> None
 
 def test_the_gateway_is_told(tmp_path: Path) -> None:
     asked = ClusterConfig(model="small", router_policy="prefix", slo_ttft=1.5, slo_itl=0.05, max_queue=7)
-    asked = msgspec.structs.replace(asked, max_in_flight=5000, slow_reader_timeout=3.0)
+    asked = msgspec.structs.replace(asked, max_in_flight=5000, slow_reader_timeout=3.0, seed=0)
     resolved = ResolvedConfig(
         cluster=asked,
         model_path=tmp_path,
@@ -65,4 +65,4 @@ def test_the_gateway_is_told(tmp_path: Path) -> None:
     )
     told = gateway_config(resolved, b"key", redis_url=None, namespace="n")
     assert (told.router_policy, told.slo_ttft_s, told.slo_itl_s, told.max_queue) == ("prefix", 1.5, 0.05, 7)
-    assert (told.max_in_flight, told.slow_reader_timeout_s) == (5000, 3.0)
+    assert (told.max_in_flight, told.slow_reader_timeout_s, told.seed) == (5000, 3.0, 0)

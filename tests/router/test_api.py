@@ -401,6 +401,17 @@ async def test_what_the_worker_is_asked(open_house: Any, saying: Any, tokenizer:
     assert (given.stop_token_ids, given.num_logprobs, given.seed) == ((9,), 4, (1 << 63) - 1)
 
 
+async def test_a_gateway_with_a_seed_gives_it_to_requests_without_one(open_house: Any, saying: Any) -> None:
+    house = await open_house(saying("Yes."), seed=7)
+    for fields, expected in (({}, 7), ({"seed": 3}, 3)):
+        for path, prompt in (("completions", {"prompt": "A"}), ("chat/completions", {"messages": MESSAGES})):
+            house.workers["decode-0"].received.clear()
+            response = await house.http.post(f"/v1/{path}", json={"model": "tiny", **prompt, **fields})
+            assert response.status_code == 200, response.text
+            (asked,) = (message for message in house.workers["decode-0"].received if isinstance(message, Submit))
+            assert asked.request.sampling.seed == expected
+
+
 async def test_chat_takes_all_the_room_by_default(open_house: Any, saying: Any) -> None:
     house = await open_house(saying("Yes."))
     answer = await house.client.chat.completions.create(
