@@ -176,6 +176,7 @@ class Gate:
         except TimeoutError:
             if not waiting.let_in.done() or waiting.let_in.cancelled():
                 raise self._refusal(predict()) from None
+            waiting.let_in.result()  # in the same moment: let in, or an error
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)

