@@ -54,6 +54,9 @@ def run_tune(request: TuneRequest, *, create: CreateOps = create_ops, console: C
     """Tune (or import), export if asked to, and print what came of it. Raises `UserError`."""
     console = console or Console()
     path = cache_folder() / TUNING_FILE
+    if request.export_to is not None and not request.export_to.absolute().parent.is_dir():
+        # now, not after minutes of measuring
+        raise UserError(f"--export {request.export_to}: there is no folder {request.export_to.absolute().parent}")
     torch.set_num_threads(request.num_threads or default_num_threads())
     with _display() as display:
         warm_up = WarmUp(display.tell)

@@ -192,6 +192,14 @@ def test_another_devices_results_need_force(folder: Path, tmp_path: Path) -> Non
     assert "10 from the file" in said(other, folder)
 
 
+def test_a_folder_that_is_missing_is_said_before_anything_is_measured(folder: Path, tmp_path: Path) -> None:
+    def create(_: object) -> Any:
+        raise AssertionError("too late")
+
+    with pytest.raises(UserError, match="there is no folder"):
+        run_tune(TuneRequest(str(folder), export_to=tmp_path / "missing" / "tuning.json"), create=create)
+
+
 def test_a_backend_without_choices_is_said() -> None:
     with pytest.raises(UserError, match="nothing to tune: the backend 'reference' has no choices"):
         said(load_ops("reference"), "model")
