@@ -197,7 +197,7 @@ def test_a_folder_that_is_missing_is_said_before_anything_is_measured(folder: Pa
         raise AssertionError("too late")
 
     with pytest.raises(UserError, match="there is no folder"):
-        run_tune(TuneRequest(str(folder), export_to=tmp_path / "missing" / "tuning.json"), create=create)
+        run_tune(TuneRequest(model=str(folder), export_to=tmp_path / "missing" / "tuning.json"), create=create)
 
 
 def test_a_backend_without_choices_is_said() -> None:
