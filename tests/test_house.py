@@ -152,3 +152,10 @@ def run(*command: str) -> str:
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
+
+
+def test_tests_that_share_processes_are_in_groups(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist tells the process that shares tests out by the test's name; with some versions of pytest it cannot."""
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("one process runs all tests")
+    assert request.node.nodeid.endswith("@tests/test_house.py")
