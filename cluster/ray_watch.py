@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, cast
 
 from tandem.cluster.pulse import Pulse
@@ -72,9 +71,9 @@ def judge(sight: Sight, *, is_own: bool) -> Verdict:
 
 
 class Endpoint:
-    """One address that is probed, and what is asked of whoever listens there."""
+    """One address that is probed, and what is asked of whoever listens there, if anything."""
 
-    def __init__(self, name: str, host: str, port: int, pulse: Pulse, *, may_return: bool) -> None:
+    def __init__(self, name: str, host: str, port: int, pulse: Pulse | None, *, may_return: bool) -> None:
         self.name = name
         self.host = host
         self.port = port
@@ -100,6 +99,8 @@ class Endpoint:
 
     def beat(self, now: float) -> None:
         """Who is away is not asked: the call could end this process."""
+        if self.pulse is None:
+            return
         if self._away_since is None:
             self.pulse.beat()
         if not self.pulse.is_hung:
@@ -174,7 +175,8 @@ class RayWatch:
     def settle(self) -> None:
         """After `watch` was ended, before Ray is: no call may be on its way then. Blocks."""
         for part in self._parts:
-            part.pulse.settle(SETTLE_S)
+            if part.pulse is not None:
+                part.pulse.settle(SETTLE_S)
 
     async def _beat(self) -> None:
         while True:
@@ -225,13 +227,9 @@ def watch_of_this_ray(lost: asyncio.Future[str], *, is_own: bool) -> RayWatch:
     nodes: list[dict[str, Any]] = cast(Any, ray).nodes()
     here = next(node for node in nodes if node["NodeID"] == context.get_node_id())
     host, _, port = str(context.gcs_address).rpartition(":")
-    # the store that takes what is put lives in the raylet; nothing is kept there, as nobody keeps the reference
+    # nothing is asked of a raylet: whoever puts something into its store while it dies dies with it, without a word
     raylet = Endpoint(
-        "Ray's raylet on this machine",
-        here["NodeManagerAddress"],
-        here["NodeManagerPort"],
-        Pulse(partial(ray.put, None)),
-        may_return=False,
+        "Ray's raylet on this machine", here["NodeManagerAddress"], here["NodeManagerPort"], None, may_return=False
     )
     head = Endpoint("Ray's head", host.strip("[]"), int(port), Pulse(cast(Any, ray).nodes), may_return=not is_own)
     return RayWatch(raylet, head, lost, is_own=is_own)

@@ -68,8 +68,8 @@ async def poison(cluster: Any) -> None:
                 for field in client.hkeys(name):
                     client.hset(name, field, b"\xff" * 35)
             else:
-                client.delete(name)
-                client.lpush(name, b"nonsense")
+                with client.pipeline() as both:  # at once: somebody may write in between
+                    both.delete(name).lpush(name, b"nonsense").execute()
 
 
 @pytest.mark.parametrize("fault", [kill, flush, freeze, poison])

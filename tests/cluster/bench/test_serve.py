@@ -168,8 +168,15 @@ async def test_the_duration_bounds_a_closed_loop(server: ScriptedServer) -> None
 
 async def test_interrupt_reports_what_there_is(server: ScriptedServer) -> None:
     server.ttft_s = 0.05
-    asyncio.get_running_loop().call_later(0.4, os.kill, os.getpid(), signal.SIGINT)
+
+    async def interrupt() -> None:
+        while len(server.bodies) < 7:  # two at a time: four have been answered  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = asyncio.create_task(interrupt())
     report = await bench_serve(options(server, concurrency=2, max_requests=1000, output_len=2))
+    await interrupting
     assert report.was_interrupted
     assert report.summary.num_ok >= 4
     assert set(report.summary.errors) <= {"interrupted"}
