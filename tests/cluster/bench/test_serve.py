@@ -105,7 +105,7 @@ async def test_several_shared_prefixes(server: ScriptedServer) -> None:
 
 
 async def test_every_turn_begins_with_the_one_before_and_its_answer(server: ScriptedServer) -> None:
-    sent = options(server, concurrency=2, max_requests=3, num_tokens=800, num_turns=3, turn_input_len=5)
+    sent = options(server, concurrency=2, max_requests=3, num_tokens=800, num_turns=3, turn_input_len=5, seed=1)
     report = await bench_serve(sent)
     assert report.summary.num_ok == 9
     prompts = sorted((body["prompt"] for body in server.bodies), key=len)
