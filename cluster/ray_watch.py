@@ -5,7 +5,7 @@
             place, and Ray ends our workers as soon as it notices.
 
     away    nobody listens at its port: found by connecting every half second, from outside
-    hangs   somebody listens, and answers nothing: found by a real call every few seconds (pulse.py)
+    hangs   the head listens, and answers nothing: found by a real call every few seconds (pulse.py)
 
 Tokens, KV and heartbeats do not pass through Ray, so workers that live go on serving without it; only nobody can be
 placed or replaced. What to do is decided by `judge`, a pure function. Lost: finding death by calls, which block for a
@@ -49,7 +49,7 @@ class RayLost(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is seen at one moment. Seconds since each was first missed, or either hung; None: it is there."""
+    """What is seen at one moment. Seconds since each was first missed, or the head hung; None: it is there."""
 
     raylet_away_s: float | None
     head_away_s: float | None
@@ -186,8 +186,7 @@ class RayWatch:
 
     def _apply(self, now: float) -> None:
         raylet_s, head_s = self._raylet.away_s(now), self._head.away_s(now)
-        hung = [seconds for part in self._parts if (seconds := part.hung_s(now)) is not None]
-        sight = Sight(raylet_s, head_s, self.can_decode(), max(hung, default=None))
+        sight = Sight(raylet_s, head_s, self.can_decode(), self._head.hung_s(now))
         verdict = judge(sight, is_own=self._is_own)
         if verdict == "up" and not self.is_up:
             logger.warning("Ray is back: lost workers are replaced again")

@@ -79,7 +79,7 @@ class Scene:
         self.now = 0.0
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.watch = RayWatch(
-            Endpoint("raylet", "127.0.0.1", self.raylet.number, Pulse(lambda: None), may_return=False),
+            Endpoint("raylet", "127.0.0.1", self.raylet.number, None, may_return=False),
             Endpoint("head", "127.0.0.1", self.head.number, Pulse(self.answers.wait), may_return=not is_own),
             self.lost,
             is_own=is_own,
